@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport
 from dsv4_runtime.contract.token import AgentCredential
+from dsv4_runtime.util import own_shortage
 
 _log = logging.getLogger("dsv4")
 
@@ -99,7 +100,7 @@ class AgentClient:
         """Drain the engine at the head's `url` within `seconds`; return whether the drain is over.
 
         It is over if the connection is refused or the answer is invalid, but not after a timeout: a busy machine may
-        cause it, and the silence of a lost node soon counts as its loss.
+        cause it, and the silence of a lost node soon counts as its loss. Nor without a file descriptor for the request.
         """
         limits = aiohttp.ClientTimeout(total=_DRAIN_SECONDS, sock_connect=_CONNECT_SECONDS)
         path = f"/v1/drain?seconds={seconds}"
@@ -107,7 +108,7 @@ class AgentClient:
             async with self._ask("POST", url, path, key, timeout=limits) as answer:
                 return _report(DrainReport, await read_content(answer, _LARGEST_BYTES)).over
         except AGENT_ERRORS as error:
-            if isinstance(error, TimeoutError):
+            if isinstance(error, TimeoutError) or own_shortage(error) is not None:
                 return False
             _log.warning("the engine at %s ends without a drain: %s", url, str(error) or type(error).__name__)
             return True

@@ -19,7 +19,9 @@ from typing import NamedTuple
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, MemberPlan, Signals
 from dsv4_runtime.health.samples import ENGINE_ROLES, GPU_FRESH_SECONDS
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.keeper import Keeper
+from dsv4_runtime.util.procfs import read_file
 
 SHM = Path("/dev/shm")  # noqa: S108  (shared memory of Ray and vLLM, not temporary files)
 # The driver keeps a little memory after the first use of a GPU.
@@ -154,14 +156,14 @@ def _name(process: GpuProcess) -> str:
 
 
 def port_free(head: MemberPlan) -> bool:
-    """Return whether the API's port is free."""
+    """Return whether the API's port is free, as far as that can be found out."""
     assert head.ports.api is not None  # noqa: S101  (validated in the plan)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((head.address, head.ports.api))
-        except OSError:
-            return False
+    except OSError as error:
+        return own_shortage(error) is not None
     return True
 
 
@@ -188,22 +190,31 @@ def sweep(since: float) -> list[str]:
 
 
 def _used() -> set[str]:
-    """Return the names of the files in /dev/shm that a process has mapped or open."""
+    """Return the names of the files in /dev/shm that a process has mapped or open.
+
+    Raises:
+        OSError: a process cannot be read for lack of a file descriptor.
+    """
     found = set()
     prefix = f"{SHM}/"
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
-        with contextlib.suppress(OSError):
-            for line in (process / "maps").read_text(errors="replace").splitlines():
-                if prefix in line:
-                    found.add(line.split(prefix, 1)[1])
-        with contextlib.suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target = os.readlink(descriptor)
-                    if target.startswith(prefix):
-                        found.add(target.removeprefix(prefix))
+        maps = read_file(int(process.name), "maps") or b""
+        for line in maps.decode(errors="replace").splitlines():
+            if prefix in line:
+                found.add(line.split(prefix, 1)[1])
+        try:
+            descriptors = list((process / "fd").iterdir())
+        except OSError as error:
+            if own_shortage(error) is not None:
+                raise
+            continue
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                target = os.readlink(descriptor)
+                if target.startswith(prefix):
+                    found.add(target.removeprefix(prefix))
     return found
 
 

@@ -170,8 +170,11 @@ class AgentContext:
         """Kill the engine's watched processes on this member, because stopped actors ignore Ray's request to exit, and
         the stopped ones of those that wait for the next engine."""
         self.watch.kill(ENGINE_ROLES)
-        if stopped := kill_stopped_workers():
-            _log.warning("killed waiting workers of Ray that were stopped: %s", stopped)
+        try:
+            if stopped := kill_stopped_workers():
+                _log.warning("killed waiting workers of Ray that were stopped: %s", stopped)
+        except OSError as error:
+            _log.warning("stopped workers of Ray cannot be found: %s", error)
 
     async def sweep(self) -> None:
         """Remove shared memory and sockets that a killed engine left behind on this member, as far as that is possible

@@ -68,6 +68,7 @@ from dsv4_runtime.engine.logs import (
     shutting_down,
     worker_lost,
 )
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import tick
 from dsv4_runtime.util.files import replace_file
 from dsv4_runtime.util.log_lines import memory_figures
@@ -261,11 +262,8 @@ class EngineRunner:
         body = completion.known_request(self._plan.engine.served_name)
         timeout = aiohttp.ClientTimeout(total=self._plan.timeouts.first_token)
         try:
-            async with (
-                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session,
-                session.post(f"{self._context.api}/v1/completions", json=body) as response,
-            ):
-                answer = completion.known_answer(response.status, await response.read())
+            async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
+                answer = completion.known_answer(*await _post(session, f"{self._context.api}/v1/completions", body))
         except completion.BadCompletion as error:
             return FirstCompletion(str(error), wrong=True)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -330,8 +328,13 @@ class EngineRunner:
 
         Without `trackers` Python's resource trackers are left to end by themselves.
         """
-        # Not by the tree of the API process: if that died first, EngineCore is an orphan and a child of the agent.
-        old = self._engine_processes()
+        try:
+            # Not by the tree of the API process: if that died first, EngineCore is an orphan and a child of the agent.
+            old = self._engine_processes()
+        except OSError as error:
+            _log.warning("the engine's processes cannot be found, which is tried again: %s", error)
+            self._context.kill_engine()
+            return False
         if not old:
             return True
         kill([process for process in old if trackers or not is_tracker(process)])
@@ -352,6 +355,24 @@ class EngineRunner:
         others = [child for child in self._context.children if child.name in ("ray", standby.NAME)]
         kept = {process.pid for child in others for process in child.tree()}
         return [process for process in descendants() if process.pid not in kept]
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: object) -> tuple[int, bytes]:
+    """Return status and content of the answer. Waits while this process lacks the resources for a connection; the
+    decisions bound the wait.
+
+    Raises:
+        aiohttp.ClientError, TimeoutError: there is no answer.
+    """
+    while True:
+        try:
+            async with session.post(url, json=body) as response:
+                return response.status, await response.read()
+        except aiohttp.ClientError as error:
+            if own_shortage(error) is None:
+                raise
+            _log.warning("vLLM cannot be asked, which is tried again: %s", error)
+            await asyncio.sleep(_TICK_SECONDS)
 
 
 async def _healthy(session: aiohttp.ClientSession, base: str) -> bool:

@@ -322,9 +322,14 @@ class Member:
             now = time.monotonic()
             silences = {rank: context.peers.silence(rank, now) for rank in context.peers.all}
             silent = {rank: silence for rank, silence in silences.items() if silence is not None}
-            with _log_errors("the signals could not be sampled"):
+            try:
                 context.record.signals = with_retained(context.vitals.sample(context.roles(), silent), context.keeper)
                 context.record.warn(context.vitals.warnings)
+            except OSError as error:
+                _log.warning("the signals could not be sampled, which is tried again: %s", error)
+                if (known := context.record.signals) is not None:
+                    # An old sample shows no lack of progress.
+                    context.record.signals = known.model_copy(update={"idle": None, "stagnant": None})
             context.sampled.notify()
             self.loop.feed(context.view())
             await tick(SAMPLE_SECONDS)

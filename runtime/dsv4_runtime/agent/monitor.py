@@ -19,6 +19,7 @@ from dsv4_runtime.engine import completion, token_auth
 from dsv4_runtime.health.rules import WINDOW_SECONDS, Judgement, judge
 from dsv4_runtime.health.samples import Pace, Sample, Viewer, steps_and_requests
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import tick
 
 _log = logging.getLogger(__name__)
@@ -73,12 +74,22 @@ class Prober:
         asked = 0
         while True:
             asked += 1
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            try:
                 async with session.get(f"{self._base}/metrics") as response:
                     self._read(await response.read())
                 if asked % _HEALTH_EVERY == 0 or self.errored:
                     await self._calls_dead(session)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                if own_shortage(error) is not None:
+                    self._excuse(error)
             await tick(_PROBE_SECONDS)
+
+    def _excuse(self, error: BaseException) -> None:
+        """Count silence and missing steps from now on: until then, this process itself could not ask."""
+        if self._steps is not None:
+            _log.warning("vLLM cannot be polled, which does not count: %s", error)
+        self.answered = self.stepped = self._looked = time.monotonic()
+        self._steps = None
 
     async def _calls_dead(self, session: aiohttp.ClientSession) -> bool:
         """Return whether vLLM reports that its engine is dead."""

@@ -19,6 +19,7 @@ import aiohttp
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import GroupPlan
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import tick, unix_time
 
 _log = logging.getLogger(__name__)
@@ -64,6 +65,11 @@ class Heartbeats(asyncio.DatagramProtocol):
             await asyncio.get_running_loop().create_datagram_endpoint(lambda: self, local_addr=(address, port))
         except OSError as error:
             _log.warning("no heartbeats, UDP port %s of %s cannot be used: %s", port, address, error)
+
+    @property
+    def opened(self) -> bool:
+        """Return whether there are heartbeats."""
+        return self._transport is not None
 
     def ask(self) -> None:
         """Send one beat to every peer."""
@@ -197,11 +203,15 @@ class Peers:
     async def _connect(self, rank: int, address: tuple[str, int]) -> None:
         began = time.monotonic()
         accepted = False
-        with contextlib.suppress(OSError, TimeoutError):
+        try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 _, writer = await asyncio.open_connection(*address)
                 accepted = True
                 writer.close()
+        except (OSError, TimeoutError) as error:
+            if own_shortage(error) is not None:
+                # Nothing is known about the machine.
+                return
         peer = self._peers[rank]
         if peer.alive is not None and peer.alive < began:
             since = (peer.accepting or began) if accepted else None
@@ -232,6 +242,9 @@ class Peers:
                     accepting=None,
                 )
             except AGENT_ERRORS as error:
+                if own_shortage(error) is not None and not self._heartbeats.opened:
+                    # Nothing can arrive, as in a pause.
+                    self._awake = time.monotonic()
                 refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
                     error.os_error, ConnectionRefusedError
                 )

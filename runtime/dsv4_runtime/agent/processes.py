@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import psutil
 
-from dsv4_runtime.util.procfs import STOPPED, ChildLine, Entry, below, command_of, is_frozen
+from dsv4_runtime.util.procfs import STOPPED, ChildLine, Entry, below, command_of, is_frozen, read_file
 
 _log = logging.getLogger(__name__)
 
@@ -86,11 +86,10 @@ def standby_workers() -> tuple[set[int], set[int]]:
     """Return the process ids of the waiting processes of Ray below this one that have imported vLLM, and of all."""
     ready, existing = set(), set()
     for pid in below(os.getpid()):
-        with contextlib.suppress(OSError):
-            if _is_idle_worker(pid):
-                existing.add(pid)
-                if b"/libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
-                    ready.add(pid)
+        if _is_idle_worker(pid):
+            existing.add(pid)
+            if b"/libtorch" in (read_file(pid, "maps") or b""):
+                ready.add(pid)
     return ready, existing
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shlex
 import sys
@@ -17,8 +18,11 @@ from dsv4_runtime.agent.processes import Child
 from dsv4_runtime.contract import Cause, GroupPlan, Role
 from dsv4_runtime.contract.plan import RAY_COMMAND, RAY_LINKS
 from dsv4_runtime.engine.logs import RAY_STARTED
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import tick
 from dsv4_runtime.util.procfs import Work, entry
+
+_log = logging.getLogger(__name__)
 
 _RAY_START = "dsv4_runtime.engine.ray_start"
 _CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -96,10 +100,25 @@ class RayNode:
         truly, work = 0.0, None
         while True:
             pids = [pid for pid, role in context.watch.roles.items() if role == "gcs"]
-            before, work = work, Work.of(filter(None, map(entry, pids)), time.monotonic())
-            if await grpc_answers(head.address, head.ports.gcs, _CHECK_ALIVE, context.token, _ANSWER_SECONDS):
+            before = work
+            try:
+                work = Work.of(filter(None, map(entry, pids)), time.monotonic())
+                answers = await grpc_answers(head.address, head.ports.gcs, _CHECK_ALIVE, context.token, _ANSWER_SECONDS)
+            except OSError as error:
+                if work is not None:
+                    _log.warning("Ray's GCS cannot be called, which does not count: %s", error)
+                    work = None
+                # Silence counts from the end of the shortage on.
+                answers = context.gcs_answered is not None
+            if answers:
                 context.gcs_answered = truly = time.monotonic()
-            elif pids and before is not None and work.beyond(before) and time.monotonic() - truly < _SLOW_SECONDS:
+            elif (
+                pids
+                and before is not None
+                and work is not None
+                and work.beyond(before)
+                and time.monotonic() - truly < _SLOW_SECONDS
+            ):
                 context.gcs_answered = time.monotonic()
             await tick(_PROBE_SECONDS)
 
@@ -157,7 +176,8 @@ def _arguments(words: Iterable[str]) -> dict[str, str]:
 
 
 async def grpc_answers(address: str, port: int, method: str, token: str, seconds: float) -> bool:
-    """Return whether a gRPC server answers a call with an empty request within `seconds`, with any result."""
+    """Return whether a gRPC server answers a call with an empty request within `seconds`, with any result. Raises as
+    `grpc_call`."""
     return await grpc_call(address, port, method, token, seconds) is not None
 
 
@@ -170,6 +190,9 @@ async def grpc_call(
 
     Args:
         message: serialized request, at most 16 KiB - 5 bytes: one frame.
+
+    Raises:
+        OSError: this process lacks the resources for a connection.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -184,7 +207,9 @@ async def grpc_call(
                         return not header[4] & _END_STREAM
             finally:
                 writer.close()
-    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        if own_shortage(error) is not None:
+            raise
         return None
 
 

@@ -51,7 +51,11 @@ _LEAST_MEMORY = 4 << 30
 
 
 def _runs(pid: int) -> bool:
-    found = entry(pid)
+    try:
+        found = entry(pid)
+    except OSError:
+        # Unknown.
+        return True
     return found is not None and not found.ended and found.state not in STOPPED and not is_frozen(pid)
 
 
@@ -172,18 +176,28 @@ class Standby:
                 return f"a waiting worker of Ray (process {min(lost)}) ended or is stopped", missing
             if self._has_workers and time.monotonic() - scanned >= _WORKERS_SECONDS:
                 scanned = time.monotonic()
-                if stopped := kill_stopped_workers():
+                try:
+                    stopped = kill_stopped_workers()
+                    workers, existing = standby_workers()
+                except OSError as error:
+                    _log.warning("the waiting workers of Ray cannot be found, which is tried again: %s", error)
+                    complete = scanned
+                    continue
+                if stopped:
                     return f"a waiting worker of Ray (process {stopped[0]}) is stopped", len(stopped)
-                workers, existing = standby_workers()
                 if len(existing) >= requested:
                     complete = scanned
                 elif scanned - complete >= _MISSING_SECONDS:
                     return f"Ray has {len(existing)} of {requested} waiting workers", requested - len(existing)
 
     async def _is_usable(self, server: Child) -> bool:
-        """Return whether a standby server runs its program, and answers or works."""
-        program = server.running and any(MODULE in word for word in command_of(server.pid))
-        return program and await server.alive()
+        """Return whether a standby server runs its program, and answers or works, as far as that can be found out."""
+        try:
+            program = server.running and any(MODULE in word for word in command_of(server.pid))
+            return program and await server.alive()
+        except OSError:
+            # Unknown for lack of a file descriptor.
+            return server.running
 
     async def _discard(self, server: Child) -> int:
         if self._server is server:

@@ -226,7 +226,13 @@ class WorkerLogs:
 
     def read(self) -> list[str]:
         """Return the new lines of all files, file after file. After a start they may quote requests."""
-        for path in sorted(self._folder.glob("worker-*")):
+        try:
+            paths = sorted(self._folder.glob("worker-*"))
+        except OSError as error:
+            # For example without free descriptors: the logs that are open are followed nevertheless.
+            _log.warning("%s cannot be read: %s", self._folder, error)
+            paths = []
+        for path in paths:
             if path.suffix in (".out", ".err") and path not in self._tails.keys() | self._ended:
                 self._tails[path] = LogTail(path)
         return [line for tail in self._tails.values() for line in tail.read()]
@@ -238,7 +244,12 @@ class WorkerLogs:
             tail.forget()
             # Ray's names end in the process id.
             pid = path.stem.rpartition("-")[2]
-            if pid.isdecimal() and entry(int(pid)) is None:
+            try:
+                ended = pid.isdecimal() and entry(int(pid)) is None
+            except OSError:
+                # Unknown for lack of a file descriptor.
+                ended = False
+            if ended:
                 tail.close()
                 del self._tails[path]
                 self._ended.add(path)

@@ -44,6 +44,7 @@ from dsv4_runtime.fabric.probes import (
     probe,
     required_size,
 )
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.log_lines import is_nccl, log_reader
 
 _VERSION = re.compile(r"NCCL version (\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)")
@@ -315,11 +316,20 @@ class MemberFabric:
     async def _probe(self, rank: int, theirs: tuple[Rail, ...]) -> list[ProbeOutcome]:
         """Probe all paths to one member sequentially."""
         return [
-            await self._with_reception(
-                rank, await probe(self._key, self._rank, here, there, required_size(self._fabric, here, there))
-            )
+            await self._with_reception(rank, await self._probe_path(here, there))
             for here, there in paths(self.status.rails, theirs)
         ]
+
+    async def _probe_path(self, here: Rail, there: Rail) -> ProbeOutcome:
+        """Probe one path; wait while this process lacks the resources for that."""
+        deadline = time.monotonic() + self._fabric.seconds
+        while True:
+            try:
+                return await probe(self._key, self._rank, here, there, required_size(self._fabric, here, there))
+            except OSError as error:
+                if own_shortage(error) is None or time.monotonic() > deadline:
+                    raise FabricError(f"cannot probe from {here.address}: {error}") from error
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _with_reception(self, rank: int, outcome: ProbeOutcome) -> ProbeOutcome:
         deadline = time.monotonic() + (0.0 if outcome.arrives else _LISTEN_SECONDS)

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from dsv4_runtime.contract import FabricPlan, Rail
 from dsv4_runtime.fabric.checks import Check, CheckReason, CheckStatus
+from dsv4_runtime.util import own_shortage
 
 # linux/in.h; missing in Python's socket module.
 _IP_MTU_DISCOVER = 10
@@ -253,7 +254,10 @@ async def _stream(key: bytes, rank: int, mine: Rail, theirs: Rail) -> bool:
             reader, writer = await asyncio.open_connection(_ip(theirs), theirs.port, local_addr=(_ip(mine), 0))
             writer.write(_seal(key, _STREAM, rank, secrets.randbits(63)) + data)
             return hmac.compare_digest(await reader.readexactly(_STREAM_BYTES), data)
-    except (OSError, asyncio.IncompleteReadError):
+    except (OSError, asyncio.IncompleteReadError) as error:
+        if own_shortage(error) is not None:
+            # Not a defect of the path.
+            raise
         return False
     finally:
         if writer is not None:

@@ -28,6 +28,7 @@ from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import REQUEST_ID, Refusal
 from dsv4_runtime.gateway.http_client import encode_head
 from dsv4_runtime.gateway.request import Request
+from dsv4_runtime.util import own_shortage
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -51,9 +52,84 @@ _COUNTERS_OFFSET = 120
 UNKNOWN = 2**64 - 1
 """Bytes received on a connection in the middle of a request."""
 _POLL_SECONDS = 0.005
+_BACKLOG = 4096
+_NO_ACCEPT_SECONDS = 0.2
+"""Pause of a listener after it could not accept a connection."""
 _RESET = struct.pack("ii", 1, 0)
 # Set for the repeated request.
 _FRAMING = frozenset({b"content-length", b"transfer-encoding", b"expect", b"connection", REQUEST_ID.lower()})
+
+
+class Acceptor:
+    """Accepts the connections of one listening socket.
+
+    If this process has no free file descriptor, connections wait in the socket's queue, from which other processes may
+    take them; uvloop's own server would accept and close all of them. A probe must be answered even then: without an
+    answer, the process would be replaced.
+    """
+
+    def __init__(self, listener: socket.socket, take: Callable[[socket.socket, bool], None], *, probed: bool) -> None:
+        """Args:
+        listener: the socket.
+        take: called with a connection, and whether it has the last file descriptor.
+        probed: whether to keep a descriptor for one connection more.
+        """
+        self._listener, self._take, self._probed = listener, take, probed
+        self._spare: int | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._lacking = False
+        """Whether the latest attempt failed."""
+        listener.setblocking(False)
+        listener.listen(_BACKLOG)
+        self._resume()
+
+    def keep_spare(self) -> None:
+        """Take a descriptor for one connection more unless there is one: call it after the end of a connection."""
+        if self._probed and self._spare is None:
+            with contextlib.suppress(OSError):
+                self._spare = os.dup(self._listener.fileno())
+
+    def close(self) -> None:
+        """Stop accepting, and close the socket. Idempotent."""
+        if self._listener.fileno() < 0:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._release()
+        self._listener.close()
+        self._probed = False
+
+    def _resume(self) -> None:
+        self.keep_spare()
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _release(self) -> bool:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)
+        return spare is not None
+
+    def _accept(self, *, scarce: bool = False) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            # Another process took it, or its client is gone.
+            return
+        except OSError as error:
+            if own_shortage(error) is not None and self._release():
+                self._accept(scarce=True)
+                return
+            if not self._lacking:
+                _log.warning("no connection can be accepted, which is tried again: %s", error)
+            self._lacking = True
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            self._pause = loop.call_later(_NO_ACCEPT_SECONDS, self._resume)
+            return
+        self._lacking = scarce
+        connection.setblocking(False)
+        self._take(connection, scarce)
 
 
 def counters(connection: socket.socket) -> tuple[int, int]:
@@ -154,7 +230,9 @@ class Guard:
         guarded.kind, guarded.sent = _REQUEST, sent
         guarded.flags |= _REPEATABLE if repeatable else 0
         guarded.request, guarded.body = request, body
-        self._send(guarded)
+        if not self._send(guarded):
+            self._forget(guarded)
+            guarded.kind = _IDLE
 
     def stream(self, guarded: Guarded, *, chunked: bool) -> None:
         """Record that the response is a stream of events, before its first byte."""
@@ -174,7 +252,11 @@ class Guard:
         guarded.request, guarded.body, guarded.size = None, b"", 0
 
     def _connect(self) -> socket.socket | None:
-        channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:
+            # No free descriptor.
+            return None
         channel.setblocking(False)
         with contextlib.suppress(OSError):
             channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -210,25 +292,30 @@ class Guard:
         if guarded.kind != _IDLE:
             # A stream whose beginning the heir has not seen can still be ended.
             kind, guarded.kind = guarded.kind, _REQUEST
-            self._send(guarded)
+            sent = self._send(guarded)
             guarded.kind = kind
-            if kind == _STREAM:
+            if kind == _STREAM and sent:
                 self._send(guarded)
 
-    def _send(self, guarded: Guarded) -> None:
+    def _send(self, guarded: Guarded) -> bool:
+        """Send the present state; return False if this process lacks the resources to send it."""
         if self._channel is None:
-            return
+            return True
         header, payload = guarded.message()
         if len(payload) <= _INLINE_BYTES:
             self._transmit(header + payload)
-            return
+            return True
         try:
             with open(os.memfd_create("request", os.MFD_CLOEXEC), "wb") as file:
                 file.write(payload)
                 file.flush()
                 self._transmit(header, file.fileno())
-        except OSError:
+        except OSError as error:
+            if own_shortage(error) is not None:
+                # The heir keeps all other connections, and answers this one with an error.
+                return False
             self._disconnect()
+        return True
 
     def _transmit(self, message: bytes, *descriptors: int) -> None:
         if self._channel is not None:
@@ -410,12 +497,13 @@ class Heir:
 
 async def _has_ended(channel: socket.socket) -> bool:
     """Return whether the process at the other end of a closed channel has ended, or ends soon."""
+    number = _peer(channel)[0]
     try:
-        process = os.pidfd_open(_peer(channel)[0])
+        process = os.pidfd_open(number)
     except ProcessLookupError:
         return True
-    except OSError:
-        return False
+    except OSError as error:
+        return own_shortage(error) is not None and await _has_gone(number)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process, ended.set)
     try:
@@ -427,6 +515,18 @@ async def _has_ended(channel: socket.socket) -> bool:
         loop.remove_reader(process)
         os.close(process)
     return True
+
+
+async def _has_gone(process: int) -> bool:
+    """Return whether there is no process of that number, or soon none; needs no file descriptor."""
+    end = asyncio.get_running_loop().time() + _END_SECONDS
+    while asyncio.get_running_loop().time() < end:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        await asyncio.sleep(_POLL_SECONDS)
+    return False
 
 
 def _peer(channel: socket.socket) -> tuple[int, int]:

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from dsv4_runtime.util import own_shortage
+
 Headers = list[tuple[bytes, bytes]]
 Fields = list[tuple[bytes, bytes, bytes]]
 """Received headers in order: lower-case name, original name, value."""
@@ -151,6 +153,8 @@ def encode_head(first: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 _CONNECT_SECONDS = 2.0
+_SHORTAGE_SECONDS, _SHORTAGE_PAUSE_SECONDS = 30.0, 0.1
+"""Longest wait for a free file descriptor of this process, and pause between two attempts."""
 _IDLE_SECONDS = 4.0
 """Below vLLM's keep-alive timeout of 5 s."""
 # Detect dead machines by TCP keep-alive only: vLLM itself may take arbitrarily long to respond.
@@ -370,23 +374,29 @@ class Upstream:
 
     async def connection(self, place: _Address) -> _EngineConnection:
         """Return an idle or new connection; raise UnreachableError if none can be established in time."""
-        now = time.monotonic()
-        idle = self._idle[place]
-        while idle:
-            kept = idle.pop()
-            if kept.alive and now - kept.idle_since < _IDLE_SECONDS:
-                return kept
-            kept.abort()
-        try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                _, made = await asyncio.get_running_loop().create_connection(
-                    lambda: _EngineConnection(place, self._last_body), *place
-                )
-        except TimeoutError as error:
-            raise UnreachableError(f"no connection to {place[0]}:{place[1]} within {_CONNECT_SECONDS:g} s") from error
-        except OSError as error:
-            raise UnreachableError(str(error)) from error
-        return made
+        begun, idle = time.monotonic(), self._idle[place]
+        while True:
+            now = time.monotonic()
+            while idle:
+                kept = idle.pop()
+                if kept.alive and now - kept.idle_since < _IDLE_SECONDS:
+                    return kept
+                kept.abort()
+            try:
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    _, made = await asyncio.get_running_loop().create_connection(
+                        lambda: _EngineConnection(place, self._last_body), *place
+                    )
+            except TimeoutError as error:
+                message = f"no connection to {place[0]}:{place[1]} within {_CONNECT_SECONDS:g} s"
+                raise UnreachableError(message) from error
+            except OSError as error:
+                if own_shortage(error) is None or now - begun > _SHORTAGE_SECONDS:
+                    raise UnreachableError(str(error)) from error
+                # The engine is not to blame, and another request may leave its connection.
+                await asyncio.sleep(_SHORTAGE_PAUSE_SECONDS)
+            else:
+                return made
 
     def release(self, connection: _EngineConnection) -> None:
         """Return a reusable connection to the pool; abort any other, so that vLLM stops working on an abandoned

@@ -19,7 +19,7 @@ import httptools
 
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import ClientGoneError, Refusal
-from dsv4_runtime.gateway.handover import UNKNOWN, Guard, Guarded
+from dsv4_runtime.gateway.handover import UNKNOWN, Acceptor, Guard, Guarded
 from dsv4_runtime.gateway.http_client import Fields, encode_head
 from dsv4_runtime.gateway.request import (
     CONNECTION_BYTES,
@@ -63,11 +63,19 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, server: HttpServer, guard: Guard | None = None, *, sent: int = 0, received: int = 0, repeats: bool = False
+        self,
+        server: HttpServer,
+        guard: Guard | None = None,
+        *,
+        scarce: bool = False,
+        sent: int = 0,
+        received: int = 0,
+        repeats: bool = False,
     ) -> None:
         """Args:
         server: owner of the connection.
         guard: informs another process of this connection.
+        scarce: whether it has the last file descriptor.
         sent: bytes that another process has sent on it before.
         received: bytes that another process has received on it before.
         repeats: whether its request is repeated after the end of another process.
@@ -77,6 +85,7 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
         self._guard = guard
         self._guarded: Guarded | None = None
         self._repeats = repeats
+        self.scarce = scarce
         self._parser = httptools.HttpRequestParser(self)
         self._arriving: Request | None = None
         """Request whose body is incomplete."""
@@ -571,14 +580,13 @@ class HttpServer:
         self.closing = False
         """Whether connections close after their current request."""
         self.max_connections = max_connections
-        self._listening: list[asyncio.Server] = []
+        self._listening: list[Acceptor] = []
         self._checking: asyncio.Task[None] | None = None
-        self._adopting: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
 
     async def start(self, *listeners: socket.socket) -> None:
-        """Start accepting connections."""
-        loop = asyncio.get_running_loop()
+        """Start accepting connections. Those of all listeners but the first one are probes."""
         for number, listener in enumerate(listeners):
             guard = self._guard if number == 0 else None
             if listener.family in (socket.AF_INET, socket.AF_INET6):
@@ -586,32 +594,47 @@ class HttpServer:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in _KEEPALIVE:
                     listener.setsockopt(socket.IPPROTO_TCP, option, value)
-            make = functools.partial(_Connection, self, guard)
-            self._listening.append(await loop.create_server(make, sock=listener, backlog=4096))
-        self._checking = loop.create_task(self._check())
+            self._listening.append(Acceptor(listener, functools.partial(self._take, guard), probed=number > 0))
+        self._checking = asyncio.get_running_loop().create_task(self._check())
+
+    def _take(self, guard: Guard | None, connection: socket.socket, scarce: bool) -> None:
+        self._connect(_Connection(self, guard, scarce=scarce), connection)
 
     def adopt(self, connection: socket.socket, request: bytes, sent: int, received: int) -> None:
         """Serve a connection of another process, beginning with a `request` that it has read, unless that is empty."""
-        task = asyncio.get_running_loop().create_task(self._adopt(connection, request, sent, received))
-        self._adopting.add(task)
-        task.add_done_callback(self._adopting.discard)
-
-    async def _adopt(self, connection: socket.socket, request: bytes, sent: int, received: int) -> None:
         made = _Connection(self, self._guard, sent=sent, received=received, repeats=bool(request))
+
+        def begin() -> None:
+            made.protect(UNKNOWN if request else received)
+            if request:
+                made.repeat(request)
+
+        self._connect(made, connection, begin)
+
+    def _connect(self, made: _Connection, connection: socket.socket, begin: Callable[[], None] | None = None) -> None:
+        """Serve `connection` with `made`; then call `begin`."""
+        task = asyncio.get_running_loop().create_task(self._connected(made, connection, begin))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connected(self, made: _Connection, connection: socket.socket, begin: Callable[[], None] | None) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: made, connection)
         except OSError as error:
-            _log.warning("a client connection cannot be continued: %s", error)
+            _log.warning("a client connection cannot be served: %s", error)
             connection.close()
             return
-        made.protect(UNKNOWN if request else received)
-        if request:
-            made.repeat(request)
+        if begin is not None:
+            begin()
         if self.closing:
             made.retire()
 
     def admit(self, connection: _Connection) -> None:
         """Register a new connection; at the limit, replace another one or use a reserved place."""
+        if connection.scarce:
+            # It must end soon.
+            self._reserve(connection)
+            return
         self.connections.add(connection)
         while len(self.connections) > self.max_connections or not connection.charge.take(CONNECTION_BYTES):
             if not self._replace_oldest():
@@ -640,6 +663,9 @@ class HttpServer:
         self.waiting.pop(connection, None)
         self.reserved.pop(connection, None)
         self.leaving.pop(connection, None)
+        for listening in self._listening:
+            # Its descriptor is closed after this call.
+            asyncio.get_running_loop().call_soon(listening.keep_spare)
         if self.closing and not (self.connections or self.reserved or self.leaving):
             self._empty.set()
 
@@ -656,6 +682,8 @@ class HttpServer:
         self.retire()
         if self._checking is not None:
             self._checking.cancel()
+        if self._connecting:
+            await asyncio.wait(self._connecting)
         if self._all():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):

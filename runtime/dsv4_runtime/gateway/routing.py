@@ -23,6 +23,7 @@ from dsv4_runtime.contract import AgentStatus, Cause, Health, Phase
 from dsv4_runtime.contract.gateway import GatewayRoute, GroupRoute, Kind
 from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up_refusal
+from dsv4_runtime.util import own_shortage
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -531,7 +532,8 @@ class RoutedGroup:
             await asyncio.sleep(_SILENCE_CHECK_SECONDS)
             if self.connected or self._last_status is None or not self.engine.alive:
                 continue
-            if await self._alive():
+            alive = await self._alive()
+            if alive is not False:
                 self._last_answer = time.monotonic()
                 continue
             if self.connected:
@@ -549,12 +551,13 @@ class RoutedGroup:
             else:
                 await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _alive(self) -> bool:
+    async def _alive(self) -> bool | None:
+        """Return whether vLLM answers; None if this process lacks the resources for a request."""
         try:
             async with self._vllm.get(self.api + "/health", headers=self.auth) as answer:
                 return answer.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return None if own_shortage(error) is not None else False
 
 
 _ROUTE_POLL_SECONDS = 0.5

@@ -38,6 +38,7 @@ from dsv4_runtime.gateway.page import PAGE, PATHS, STREAM, Page
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.request import Account, Request
 from dsv4_runtime.gateway.routing import Availability, EngineWait, Groups, RoutedGroup, RouteFile, TokenKeyError
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.sse import FeedFullError, payload
 
 T = TypeVar("T")
@@ -373,8 +374,9 @@ class Gateway:
             headers = {"Authorization": f"Bearer {token}", "Connection": "close"}
             async with self._scraper.head(f"{service}/dsv4/canary", headers=headers, timeout=_PEER_TIMEOUT) as answer:
                 return answer.status == 200
-        except (TokenKeyError, aiohttp.ClientError, OSError, TimeoutError):
-            return False
+        except (TokenKeyError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            # Without a file descriptor, this process cannot find out.
+            return own_shortage(error) is not None
 
     async def _idle(self, seconds: float) -> bool:
         try:

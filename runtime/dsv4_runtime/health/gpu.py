@@ -171,7 +171,13 @@ class GpuWatch:
                 if life != self._life:
                     life = self._life
                     gpus.forget()
-                found = gpus.sample()
+                try:
+                    found = gpus.sample()
+                except OSError as error:
+                    # Without a file descriptor, this process cannot tell which processes are its own.
+                    _log.warning("the GPUs cannot be sampled, which is tried again: %s", error)
+                    self._closed.wait(_SAMPLE_SECONDS)
+                    continue
                 with self._lock:
                     # A sample begun before `forget` contains the errors that were to be dropped.
                     if life == self._life:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from dsv4_runtime.util import own_shortage
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED = frozenset("Tt")
@@ -56,12 +58,26 @@ class Entry:
         return self.state in "ZX" and self.threads <= 1
 
 
+def read_file(pid: int, name: str) -> bytes | None:
+    """Return the file `name` of a process in /proc; None if the process has ended, or denies it.
+
+    Raises:
+        OSError: this process lacks the resources to read it, so nothing is known about the other one. The other
+            functions of this module raise it too.
+    """
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError as error:
+        if own_shortage(error) is not None:
+            raise
+        return None
+
+
 def entry(pid: int) -> Entry | None:
     """Return the process; None if there is none of that number."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
+    text = read_file(pid, "stat")
+    if text is None:
         return None
     # The name in parentheses may hold anything, parentheses and spaces too.
     fields = text[text.rindex(b")") + 2 :].split(None, 22)
@@ -71,20 +87,13 @@ def entry(pid: int) -> Entry | None:
 
 def is_frozen(pid: int) -> bool:
     """Return whether the freezer of a control group keeps a process from running, which looks as if it slept."""
-    try:
-        with open(f"/proc/{pid}/wchan", "rb") as file:
-            return file.read() in _FREEZERS
-    except OSError:
-        return False
+    return read_file(pid, "wchan") in _FREEZERS
 
 
 def command_of(pid: int) -> list[str]:
     """Return a process's command line; empty if it has ended."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return []
+    text = read_file(pid, "cmdline")
+    return [] if text is None else text.decode(errors="replace").rstrip("\0").split("\0")
 
 
 class Work(NamedTuple):
@@ -142,10 +151,9 @@ def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 def storage_bytes(pid: int) -> int:
     """Return the bytes that a process has read from and written to disks; 0 if they cannot be read."""
     try:
-        with open(f"/proc/{pid}/io", "rb") as file:
-            counts = dict(line.split(b": ", 1) for line in file.read().splitlines())
+        counts = dict(line.split(b": ", 1) for line in (read_file(pid, "io") or b"").splitlines())
         return int(counts[b"read_bytes"]) + int(counts[b"write_bytes"])
-    except (OSError, KeyError, ValueError):
+    except (KeyError, ValueError):
         return 0
 
 
@@ -227,7 +235,16 @@ class ChildLine:
             return False
 
     async def alive(self, pid: int, seconds: float = ANSWER_SECONDS) -> bool:
-        """Return whether the child `pid` answers within `seconds`, or works; a stopped one is not alive."""
+        """Return whether the child `pid` answers within `seconds`, or works; a stopped one is not alive.
+
+        A child that cannot be observed, for example without a free file descriptor, counts as alive.
+        """
+        try:
+            return await self._alive(pid, seconds)
+        except OSError:
+            return True
+
+    async def _alive(self, pid: int, seconds: float) -> bool:
         before = entry(pid)
         if before is None or before.ended or before.state in STOPPED:
             return False

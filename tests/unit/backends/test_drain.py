@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from dsv4_operator.api import DSV4Deployment, Metadata
-from dsv4_operator.backends.base import CALL_SECONDS, Backend
+from dsv4_operator.backends.base import CALL_SECONDS, Backend, BackendError
 from dsv4_operator.backends.local import backend as local
 from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.state import DeploymentState
@@ -25,6 +25,7 @@ from dsv4_operator.kube import AlreadyExists
 from dsv4_runtime import client
 from dsv4_runtime.contract import MemberPorts
 from dsv4_runtime.contract.token import CHALLENGE, challenge, new_token
+from dsv4_testkit.descriptors import no_descriptors
 from dsv4_testkit.documents import member_plan
 from dsv4_testkit.pod_objects import owners
 from dsv4_testkit.waiting import Pauses
@@ -175,3 +176,25 @@ async def test_an_absent_member_gets_no_request(asked: tuple[Backend, Agent]) ->
     backend, agent = asked
     assert await backend.drain(DEPLOYMENT, 0, INCARNATION + 1, 7.5)
     assert agent.asked == []
+
+
+async def test_members_that_cannot_be_asked_are_not_observed(asked: tuple[Backend, Agent]) -> None:
+    """Otherwise a process without a free file descriptor would take them for silent, and their nodes for lost."""
+    backend, _ = asked
+    if isinstance(backend, LocalBackend):
+        plan: Any = SimpleNamespace(incarnation=INCARNATION)
+        backend._members[0, INCARNATION, 0].plan = plan
+
+    async def observes() -> bool:
+        try:
+            return len((await backend.observe(DEPLOYMENT, 0)).members) == 1
+        except (OSError, BackendError) as error:
+            return "Too many open files" not in str(error)
+
+    with no_descriptors():
+        async with asyncio.timeout(60):
+            while await observes():
+                await asyncio.sleep(0.05)
+    async with asyncio.timeout(60):
+        while not await observes():
+            await asyncio.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -206,3 +207,165 @@ async def test_a_connection_whose_request_is_too_large_to_hand_over_is_not_idle(
             (record,) = records.values()
             assert record.received != handover.counters(record.connection)[1]
             writer.close()
+
+
+_SHORT = """\
+import asyncio, os, resource, socket, sys
+
+import uvloop
+
+from dsv4_runtime.gateway.handover import Guard
+from dsv4_runtime.gateway.http_server import HttpServer
+from dsv4_runtime.gateway.request import Account
+
+
+async def handle(request):
+    body = bytearray()
+    while part := await request.part():
+        body += part
+    request.record(body, repeatable=True)
+    if request.path == "/waits":
+        await asyncio.sleep(600)
+    await request.send(200, [], b"")
+
+
+async def main():
+    loop = asyncio.get_running_loop()
+    guard = Guard(b"\\0" + sys.argv[1].encode())
+    server = HttpServer(handle, Account(2**26), max_connections=100, guard=guard, own_paths=frozenset({"/healthz"}))
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    await server.start(*listeners)
+    print(*(listener.getsockname()[1] for listener in listeners), flush=True)
+    limits, taken, guarding = resource.getrlimit(resource.RLIMIT_NOFILE), [], None
+    # The process has taken all that it needs for this.
+    word = await loop.run_in_executor(None, sys.stdin.readline)
+    while word:
+        if word == "take\\n":
+            highest = max(map(int, os.listdir("/proc/self/fd")))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+            try:
+                while True:
+                    taken.append(os.dup(0))
+            except OSError:
+                pass
+        elif word == "guard\\n":
+            guarding = asyncio.create_task(guard.run())
+        else:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for each in taken:
+                os.close(each)
+        print("done", flush=True)
+        word = await loop.run_in_executor(None, sys.stdin.readline)
+
+
+uvloop.run(main())
+"""
+
+
+class Short:
+    """A process with a server on uvloop that has no free file descriptor between `take` and `free`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, shared: int, own: int) -> None:
+        self.process, self.shared, self.own = process, shared, own
+
+    async def do(self, word: str) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{word}\n".encode())
+        assert await self.process.stdout.readline() == b"done\n"
+
+
+@contextlib.asynccontextmanager
+async def short(address: str) -> AsyncIterator[Short]:
+    command = [sys.executable, "-c", _SHORT, address]
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(120):
+            yield Short(process, *map(int, (await process.stdout.readline()).split()))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _answer(port: int, path: str = "/healthz") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.closing(writer):
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        return await reader.readline()
+
+
+async def test_without_a_descriptor_connections_wait_and_probes_are_answered() -> None:
+    with inheriting() as (_, address, _):
+        async with short(address) as found:
+            assert b" 200 " in await _answer(found.shared, "/x")
+            await found.do("take")
+            waiting = [asyncio.create_task(_answer(found.shared, "/x")) for _ in range(3)]
+            for _ in range(20):
+                assert b" 200 " in await _answer(found.own)
+            # Others at that socket have to send another time: the descriptor is for probes.
+            assert b" 503 " in await _answer(found.own, "/x")
+            # A connection that is kept leaves no descriptor for the next probe for a second only.
+            kept = socket.create_connection(("127.0.0.1", found.own))
+            assert b" 200 " in await _answer(found.own)
+            kept.close()
+            assert not any(each.done() for each in waiting), "they are in the queue of the socket"
+            await found.do("free")
+            assert all(b" 200 " in line for line in await asyncio.gather(*waiting))
+
+
+async def test_connections_are_handed_over_once_there_is_a_descriptor() -> None:
+    with inheriting() as (heir, address, _):
+        async with short(address) as found:
+            reader, writer = await asyncio.open_connection("127.0.0.1", found.shared)
+            writer.write(GET)
+            assert b" 200 " in await reader.readline()
+            await found.do("take")
+            await found.do("guard")
+            await asyncio.sleep(1.0)
+            assert sizes(heir) == []
+            await found.do("free")
+            await until(lambda: sizes(heir) == [1])
+            writer.close()
+
+
+async def test_a_long_request_without_a_descriptor_costs_no_other_connection_and_gets_an_error() -> None:
+    with inheriting() as (heir, address, adopted):
+        async with short(address) as found:
+            await found.do("guard")
+            opened = [await asyncio.open_connection("127.0.0.1", found.shared) for _ in range(2)]
+            for reader, writer in opened:
+                writer.write(GET)
+                await reader.readuntil(b"\r\n\r\n")
+            await until(lambda: sizes(heir) == [2])
+            (channel,) = heir._channels
+            await found.do("take")
+            reader, writer = opened[0]
+            body = b"x" * 2**17
+            writer.write(b"POST /waits HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await asyncio.sleep(1.0)
+            assert list(heir._channels) == [channel]
+            found.process.kill()
+            assert b" 502 " in await reader.readline()
+            await until(lambda: adopted)
+            for _, each in opened:
+                each.close()
+    assert [request for request, _, _ in adopted] == [b""], "the idle connection"
+
+
+async def test_an_heir_without_a_descriptor_continues_a_killed_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with inheriting() as (heir, address, adopted):
+        async with announcing(address, os.geteuid()) as (process, _):
+            await until(lambda: sizes(heir)[-1:] == [1])
+            opens = os.pidfd_open
+
+            def refused(pid: int, flags: int = 0) -> int:
+                if pid == process.pid:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                return opens(pid, flags)
+
+            monkeypatch.setattr(os, "pidfd_open", refused)
+            process.kill()
+            await until(lambda: adopted)
+    assert adopted == [(b"", 0, 5)]

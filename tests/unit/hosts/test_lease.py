@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -174,3 +175,14 @@ async def test_the_lease_in_an_old_report_ends_too(tmp_path: Path) -> None:
     services.problems["10.0.0.2"] = TimeoutError()
     backend._machines["b"].heard = time.monotonic() - LEASE_SECONDS - 1
     assert (await backend._claimed()).epoch == 8
+
+
+async def test_machines_that_cannot_be_asked_are_not_absent(tmp_path: Path) -> None:
+    services = Services()
+    backend = loop(tmp_path, services)
+    await backend._claimed()
+    services.problems["10.0.0.2"] = OSError(errno.EMFILE, "Too many open files")
+    with pytest.raises(BackendError, match="Too many open files"):
+        await backend._refresh()
+    services.problems["10.0.0.2"] = OSError(errno.ECONNREFUSED, "Connection refused")
+    await backend._refresh()

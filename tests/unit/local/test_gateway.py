@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.spec import GatewaySpec
+from dsv4_operator.backends.local import supervisor
 from dsv4_operator.backends.local.gateway import (
     HANDOVER,
     MAX_DRAIN_SECONDS,
@@ -41,13 +42,14 @@ from dsv4_operator.backends.local.gateway import (
     take_listener,
 )
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.backends.local.supervisor import Child, Processes
+from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Child, Processes
 from dsv4_operator.controller.standalone import Passes
 from dsv4_operator.planning.revision import revision
 from dsv4_operator.planning.setup import with_settings
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
 from dsv4_testkit import standin
+from dsv4_testkit.descriptors import no_descriptors
 from dsv4_testkit.errors import raises_naming
 from dsv4_testkit.supervised import Supervised, frozen
 from dsv4_testkit.waiting import free_port, until, wait_for_port
@@ -404,6 +406,37 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(
     assert len(found.after) >= 8
     # New requests do not wait for the verdict on the lost group.
     assert max(found.after) < 1.0
+
+
+async def test_gateways_that_the_loop_cannot_probe_are_kept(
+    tmp_path: Path, supervised: Supervised, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateways, processes, url = await started(deployment(), DeploymentState(tmp_path, "n"), [AWAY], supervised)
+    before = pids(gateways)
+    try:
+        assert await _get(url + "/healthz") == (200, b"ok\n")
+        # Until every gateway has answered a probe, it may take a minute.
+        await asyncio.sleep(3.0)
+        with monkeypatch.context() as patched, no_descriptors():
+            # Idle processes that do not respond would be replaced after FROZEN_SECONDS, all others after this time.
+            patched.setattr(supervisor, "HUNG_SECONDS", FROZEN_SECONDS)
+            await asyncio.sleep(FROZEN_SECONDS + 3.0)
+            # Their files are there, and the supervisor could start a gateway.
+            gateways._all[0]._write_files()
+            (tmp_path / "n" / ROUTES[0]).unlink()
+            with pytest.raises(OSError, match="Too many open files"):
+                gateways._all[0]._write_files()
+        assert pids(gateways) == before
+        told = [record for record in caplog.records if "cannot be probed" in record.message]
+        assert len(told) == len(before), "once each"
+        # Afterwards silence counts.
+        with frozen(before[0] or 0):
+            async with asyncio.timeout(60):
+                while before[0] in pids(gateways):
+                    await asyncio.sleep(0.02)
+    finally:
+        await gateways.stop()
+        await processes.close()
 
 
 async def test_a_stopped_gateway_loses_no_request_and_a_frozen_one_is_replaced(

@@ -47,6 +47,7 @@ from dsv4_operator.planning.facts import Facts, GpuFacts, NodeFacts
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient, read_content
 from dsv4_runtime.contract import AgentStatus, Cause, GroupPlan
 from dsv4_runtime.contract.token import new_key, new_token
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import unix_time
 from dsv4_runtime.util.files import replace_file
 
@@ -228,8 +229,7 @@ class HostsBackend(OwnGateways):
         if requests:
             # A member that does not answer must not delay the reports of the others.
             done, _ = await asyncio.wait(requests, timeout=_ANSWER_SECONDS)
-            for request in done:
-                request.result()
+            _check(done)
         fenced = [one.report.fenced.get(group, 0) for one in self._machines.values() if one.report is not None]
         return Observed(
             GroupKey.of(deployment, group),
@@ -425,11 +425,14 @@ class HostsBackend(OwnGateways):
         return report
 
     async def _refresh(self) -> None:
-        """Get the report of every machine; wait 0.4 s at most."""
+        """Get the report of every machine; wait 0.4 s at most.
+
+        Raises:
+            BackendError: this process lacks the resources for a request.
+        """
         requests = [self._report_request(machine) for machine in self._machines.values()]
         done, _ = await asyncio.wait(requests, timeout=_ANSWER_SECONDS)
-        for request in done:
-            request.result()
+        _check(done)
 
     async def _await_absent(self) -> None:
         """Query the machines that do not answer until all do. A refused plan is otherwise tried again after 15 s."""
@@ -459,6 +462,9 @@ class HostsBackend(OwnGateways):
                 self._claim = None
         except (*AGENT_ERRORS, BackendError) as error:
             machine.failed(error)
+            if own_shortage(error) is not None:
+                # Not silence of the machine: nothing can be observed.
+                raise
         else:
             # It may have been written before a change that was answered meanwhile.
             if machine.heard is None or machine.heard <= began:
@@ -489,10 +495,14 @@ class HostsBackend(OwnGateways):
         return known.request
 
     async def _request_status(self, member: MemberReport, known: _Seen) -> None:
-        with contextlib.suppress(*AGENT_ERRORS):
+        try:
             status = await self._agents.status(_agent_url(member), self._token_key)
-            if (status.group, status.incarnation, status.rank) == _key(member):
-                known.status, known.heard = status, unix_time()
+        except AGENT_ERRORS as error:
+            if own_shortage(error) is not None:
+                raise
+            return
+        if (status.group, status.incarnation, status.rank) == _key(member):
+            known.status, known.heard = status, unix_time()
 
     def _observed(self, machine: _Machine, member: MemberReport) -> ObservedMember:
         known = self._known(member)
@@ -662,6 +672,13 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error) or type(error).__name__
+
+
+def _check(requests: Iterable[asyncio.Task[None]]) -> None:
+    """Raise BackendError if this process lacked the resources for one of `requests`: silence proves nothing then."""
+    for error in [request.exception() for request in requests]:
+        if error is not None:
+            raise BackendError(f"the machines cannot be queried: {error}") from error
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

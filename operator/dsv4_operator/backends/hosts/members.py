@@ -292,13 +292,16 @@ class HostMembers:
         if member.child is not None:
             await self._record_init(member, member.child)
             code = await member.child.wait()
-            log = member.directory / "agent.log"
-            ended = describe_end(code, log.read_text(errors="replace") if log.exists() else "")
+            log, text = member.directory / "agent.log", ""
+            # For example without free descriptors: the end itself must never be missed.
+            with contextlib.suppress(OSError):
+                text = log.read_text(errors="replace")
+            ended = describe_end(code, text)
             restarted = False
         else:
             restarted = member.record.boot != self.boot
             ended = "the machine was restarted" if restarted else "the host service was ended"
-        while remaining := [] if restarted else await asyncio.to_thread(_remaining, member):
+        while remaining := [] if restarted else await _found(member):
             for pid in remaining:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -311,8 +314,10 @@ class HostMembers:
         deadline = time.monotonic() + _START_SECONDS
         while member.record.init is None and child.code is None and time.monotonic() < deadline:
             for pid in children(child.pid):
-                if (start := _start_time(pid)) is not None:
-                    member.save(init=(pid, start))
+                # It is tried again.
+                with contextlib.suppress(OSError):
+                    if (start := _start_time(pid)) is not None:
+                        member.save(init=(pid, start))
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _kill(self, member: _Member) -> None:
@@ -352,12 +357,26 @@ def _key(name: str) -> Key | None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the start time of a process in ticks since boot; None if it does not exist or is a zombie."""
+    """Return the start time of a process in ticks since boot; None if it does not exist or is a zombie.
+
+    Raises:
+        OSError: it cannot be read, for example without a free file descriptor.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+async def _found(member: _Member) -> list[int]:
+    """Return `_remaining`; wait while the processes cannot be read: some may be left."""
+    while True:
+        try:
+            return await asyncio.to_thread(_remaining, member)
+        except OSError as error:
+            _log.warning("the processes of rank %d cannot be found, which is tried again: %s", member.key[2], error)
+        await asyncio.sleep(_FENCE_SECONDS)
 
 
 def _remaining(member: _Member) -> list[int]:
@@ -370,7 +389,7 @@ def _remaining(member: _Member) -> list[int]:
     found = []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 if argument in Path(entry.path, "cmdline").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found

@@ -33,6 +33,7 @@ from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan, WeightsSource
 from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_runtime.contract.token import new_key, new_token
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import unix_time
 from dsv4_runtime.util.files import replace_file
 from dsv4_runtime.util.peer_copies import unsafe_copies
@@ -203,8 +204,9 @@ class LocalBackend(OwnGateways):
         if requests:
             # A member that does not answer must not delay the reports of the others.
             done, _ = await asyncio.wait(requests, timeout=_ANSWER_SECONDS)
-            for request in done:
-                request.result()
+            for error in [request.exception() for request in done]:
+                if error is not None:
+                    raise error
         return Observed(GroupKey.of(deployment, group), tuple(self._seen(running) for running in mine))
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
@@ -325,7 +327,10 @@ class LocalBackend(OwnGateways):
     async def _request_status(self, running: _RunningMember) -> None:
         try:
             status = await self._agents.status(running.url, self._token_key)
-        except AGENT_ERRORS:
+        except AGENT_ERRORS as error:
+            if own_shortage(error) is not None:
+                # Not silence of the agent: the group cannot be observed.
+                raise
             return
         if status.incarnation != running.plan.incarnation or status.rank != running.member.rank:
             return

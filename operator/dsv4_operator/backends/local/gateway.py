@@ -25,7 +25,7 @@ from dsv4_operator.lifecycle.status import page_failures
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
-from dsv4_runtime.util import LOG_DEPLOYMENT
+from dsv4_runtime.util import LOG_DEPLOYMENT, own_shortage
 from dsv4_runtime.util.files import LOOP_DUE, replace_file
 from dsv4_runtime.util.secrets import is_secret_name
 
@@ -430,8 +430,15 @@ class _GatewayProcess:
         """Write the files that a process reads at its start, unless they are there."""
         for file, document in zip(self._files, (self._settings, self._route), strict=True):
             text = document.to_json(indent=2) + "\n"
-            # On a full disk, no space is needed.
-            if not file.exists() or file.read_bytes() != text.encode():
+            try:
+                # On a full disk, no space is needed.
+                same = file.exists() and file.read_bytes() == text.encode()
+            except OSError as error:
+                if own_shortage(error) is None:
+                    raise
+                # The supervisor can start a gateway also while this process has no free descriptor.
+                same = True
+            if not same:
                 replace_file(file, text)
 
     def _mine(self) -> list[Child]:
@@ -494,14 +501,20 @@ class _GatewayProcess:
     async def _fails(self, process: Child) -> str:
         """Wait until `process` ends or hangs; return how."""
         liveness = Liveness(process.pid, time.monotonic())
-        end = asyncio.create_task(process.wait())
+        end, blind = asyncio.create_task(process.wait()), False
         try:
             while not end.done():
                 probe = asyncio.create_task(self._probe())
                 await asyncio.wait({probe, end}, return_when=asyncio.FIRST_COMPLETED, timeout=_PROBE_SECONDS)
                 now = time.monotonic()
-                if probe.done() and probe.result():
+                shortage = probe.exception() if probe.done() else None
+                if shortage is not None:
+                    if not blind:
+                        _log.warning("gateway %d cannot be probed, which does not count: %s", self._number, shortage)
+                    liveness.excuse(now)
+                elif probe.done() and probe.result():
                     liveness.respond(now)
+                blind = shortage is not None
                 probe.cancel()
                 resumed = liveness.resumed
                 if liveness.hangs(now):
@@ -514,13 +527,19 @@ class _GatewayProcess:
             end.cancel()
 
     async def _probe(self) -> bool:
-        """Return whether the process responds at its own socket."""
+        """Return whether the process responds at its own socket.
+
+        Raises:
+            OSError: this process lacks the resources for a connection.
+        """
         try:
             reader, writer = await asyncio.open_connection(LOOPBACK, self.own_port)
             with contextlib.closing(writer):
                 writer.write(b"HEAD /healthz HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n\r\n")
                 return b" 200 " in await reader.readline()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if own_shortage(error) is not None:
+                raise
             return False
 
     async def _try_spawn(self) -> Child | None:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.backends.local import network
+from dsv4_runtime.util import own_shortage
 
 _log = logging.getLogger("dsv4")
 
@@ -67,7 +68,8 @@ class Liveness:
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
         self._responded = self._progressed = self._judged = now
-        self._begun = self._ticks = _activity(pid)[1]
+        activity = _activity(pid)
+        self._begun = self._ticks = activity[1] if activity is not None else None
         self._first = True
         self.resumed = False
 
@@ -80,15 +82,24 @@ class Liveness:
         """Record a response."""
         self._responded, self._first, self.resumed = now, False, False
 
+    def excuse(self, now: float) -> None:
+        """Count the silence from `now` on: until then, this process itself could not receive a response."""
+        self._responded = self._progressed = now
+
     def hangs(self, now: float) -> bool:
         """Return whether the process is to be replaced. Continues it first, in case it was stopped by a signal."""
         if now - self._judged >= RESUME_SECONDS:
             # This process did not run meanwhile, and has not read the latest responses.
-            self._responded = self._progressed = now
+            self.excuse(now)
         self._judged = now
-        state, ticks = _activity(self.pid)
-        if ticks != self._ticks:
-            self._ticks, self._progressed = ticks, now
+        activity = _activity(self.pid)
+        if activity is None:
+            # It may have worked.
+            self._progressed = now
+        elif activity[1] != self._ticks:
+            self._ticks, self._progressed = activity[1], now
+            self._begun = self._ticks if self._begun is None else self._begun
+        state = activity[0] if activity is not None else ""
         # A process that starts waits for other programs and for the disk.
         unused = now - max(self._responded, self._progressed)
         idle = unused if state in ("T", "t") or not self._first else 0.0
@@ -97,17 +108,19 @@ class Liveness:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGCONT)
         if self._first:
-            return idle >= FROZEN_SECONDS or unused >= START_SECONDS or ticks - self._begun >= START_SECONDS * _TICKS
+            used = (self._ticks or 0) - (self._begun or 0)
+            return idle >= FROZEN_SECONDS or unused >= START_SECONDS or used >= START_SECONDS * _TICKS
         return idle >= FROZEN_SECONDS or now - self._responded >= HUNG_SECONDS
 
 
-def _activity(pid: int) -> tuple[str, int]:
-    """Return the state of a process and its processor time in clock ticks; an empty state if it has ended."""
+def _activity(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process and its processor time in clock ticks; an empty state if it has ended, None if this
+    process lacks the resources to read them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return fields[0], int(fields[11]) + int(fields[12])
-    except (OSError, ValueError, IndexError):
-        return "", 0
+    except (OSError, ValueError, IndexError) as error:
+        return None if own_shortage(error) is not None else ("", 0)
 
 
 @dataclass(slots=True)

@@ -311,6 +311,8 @@ class PodsBackend:
         known.nodes |= _nodes_of_latest(found)
         queued = {one.uid for one in found if member.is_queued(one.pod)}
         known.seen = {one.uid: now if one.uid in queued else known.seen.get(one.uid, now) for one in found}
+        if known.agents is not None and (shortage := known.agents.shortage) is not None:
+            raise BackendError(f"its agents cannot be queried: {shortage}")
         latest = max((one.incarnation for one in found), default=0)
         reason = self._pod_groups.reason(deployment, group, latest) if queued else ""
         if not queued:

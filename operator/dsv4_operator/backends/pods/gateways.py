@@ -27,6 +27,7 @@ from dsv4_operator.kube import KubeError
 from dsv4_operator.lifecycle.observed import UNREACHED, Canary, Lives, adopted, answered, lives_of, seen
 from dsv4_runtime.contract.gateway import CanaryReport
 from dsv4_runtime.contract.token import canary_token
+from dsv4_runtime.util import own_shortage
 
 _log = logging.getLogger("dsv4")
 
@@ -122,6 +123,9 @@ class Canaries:
             # No failure of a request may end the task.
             _log.exception("%s/%s: the request through its endpoint failed", metadata.namespace, metadata.name)
             problem = f"{type(error).__name__}: {error}"
+            if own_shortage(error) is not None:
+                # Nothing is known about the endpoint.
+                problem = known.canary.problem
         finally:
             known.task = None
         before = known.canary.problem
@@ -170,6 +174,8 @@ class Canaries:
         except TimeoutError:
             return f"{url}: no answer within {_SECONDS:.0f} s", None
         except (aiohttp.ClientError, OSError) as error:
+            if own_shortage(error) is not None:
+                raise
             return f"{url}: {str(error) or type(error).__name__}"[:_REASON_CHARS], None
         report = None
         with contextlib.suppress(ValueError):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
 from dsv4_runtime.contract import AgentStatus, Cause, GroupReport
 from dsv4_runtime.contract.recovery import backoff
+from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import unix_time
 
 _log = logging.getLogger("dsv4")
@@ -77,6 +79,8 @@ class AgentWatch:
         self._changed = changed
         self._endpoints: Mapping[int, Endpoint] = {}
         self._reports: dict[int, AgentReport] = {}
+        self._shortage: tuple[float, BaseException] | None = None
+        """Monotonic time and error of the latest request if this process lacked the resources for it."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def follow(self, endpoints: Mapping[int, Endpoint]) -> None:
@@ -94,6 +98,16 @@ class AgentWatch:
     def report(self, rank: int) -> AgentReport | None:
         """Return the latest report of `rank`'s agent; None before the first."""
         return self._reports.get(rank)
+
+    @property
+    def shortage(self) -> BaseException | None:
+        """Return why this process could not query an agent lately: the silence of agents proves nothing then."""
+        if self._shortage is None or time.monotonic() - self._shortage[0] > SILENCE_SECONDS:
+            return None
+        return self._shortage[1]
+
+    def _failed(self, error: BaseException) -> None:
+        self._shortage = (time.monotonic(), error) if own_shortage(error) is not None else None
 
     def stop(self) -> None:
         """Cancel the watches; connections end in the background."""
@@ -120,6 +134,7 @@ class AgentWatch:
                         failures = 0
             except AGENT_ERRORS as error:
                 _log.debug("the stream of %s is broken: %s", head.url, str(error) or type(error).__name__)
+                self._failed(error)
             failures += 1
             await asyncio.sleep(backoff(failures, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE))
 
@@ -171,7 +186,8 @@ class AgentWatch:
         except ValueError:
             await asyncio.sleep(_CHECK_SECONDS)
             return
-        except AGENT_ERRORS:
+        except AGENT_ERRORS as error:
+            self._failed(error)
             return
         if (status.rank, status.incarnation) != (rank, self.incarnation):
             # The agent stays stale, so the next poll is delayed.
@@ -181,6 +197,7 @@ class AgentWatch:
 
     def _take(self, rank: int, status: AgentStatus, heard: float) -> bool:
         """Store a report unless a later one is known; return whether it differs from the previous one."""
+        self._shortage = None
         known = self._reports.get(rank)
         if status.incarnation != self.incarnation or (known is not None and known.heard > heard):
             return False

@@ -684,4 +684,81 @@ BACKENDS = (
         "",
         ("tests/unit/pods/test_agents.py",),
     ),
+    Mutant(
+        "a loop without a descriptor replaces its gateways",
+        "operator/dsv4_operator/backends/local/gateway.py",
+        "                    liveness.excuse(now)",
+        "                    pass",
+        (
+            "tests/unit/local/test_gateway.py",
+            "-k",
+            "cannot_probe",
+        ),
+    ),
+    Mutant(
+        "a process of unknown activity is idle",
+        "operator/dsv4_operator/backends/local/supervisor.py",
+        "            # It may have worked.\n            self._progressed = now",
+        "            pass",
+        (
+            "tests/unit/agent/test_own_shortage.py",
+            "-k",
+            "unknown_activity",
+        ),
+    ),
+    Mutant(
+        "a process that cannot be read is idle",
+        "operator/dsv4_operator/backends/local/supervisor.py",
+        "return None if own_shortage(error) is not None else",
+        "return",
+        (
+            "tests/unit/agent/test_own_shortage.py",
+            "-k",
+            "activity",
+        ),
+    ),
+    Mutant(
+        "a loop without a descriptor takes its members for silent",
+        "operator/dsv4_operator/backends/local/backend.py",
+        "            if own_shortage(error) is not None:",
+        "            if False:",
+        (
+            "tests/unit/backends/test_drain.py",
+            "-k",
+            "observed",
+        ),
+    ),
+    Mutant(
+        "an operator without a descriptor takes its members for silent",
+        "operator/dsv4_operator/backends/pods/backend.py",
+        "(shortage := known.agents.shortage) is not None:",
+        "(shortage := known.agents.shortage) is not None and False:",
+        (
+            "tests/unit/backends/test_drain.py",
+            "-k",
+            "observed",
+        ),
+    ),
+    Mutant(
+        "a loop without a descriptor takes machines for absent",
+        "operator/dsv4_operator/backends/hosts/backend.py",
+        "                # Not silence of the machine: nothing can be observed.\n                raise",
+        "                pass",
+        (
+            "tests/unit/hosts/test_lease.py",
+            "-k",
+            "absent",
+        ),
+    ),
+    Mutant(
+        "a member that cannot be read has ended",
+        "operator/dsv4_operator/backends/hosts/members.py",
+        "    except (FileNotFoundError, ProcessLookupError):\n        return None",
+        "    except OSError:\n        return None",
+        (
+            "tests/unit/agent/test_own_shortage.py",
+            "-k",
+            "has_not_ended",
+        ),
+    ),
 )

@@ -694,4 +694,92 @@ GATEWAY = (
         "        if False:\n",
         ("tests/unit/gateway/test_traces.py",),
     ),
+    Mutant(
+        "uvloop accepts and closes what it has no descriptor for",
+        "runtime/dsv4_runtime/gateway/handover.py",
+        "            if own_shortage(error) is not None and self._release():",
+        "            if False:",
+        (
+            "tests/unit/gateway/test_handover.py",
+            "-k",
+            "probes",
+        ),
+    ),
+    Mutant(
+        "the descriptor for probes is kept by other requests",
+        "runtime/dsv4_runtime/gateway/http_server.py",
+        "        if connection.scarce:\n",
+        "        if False:\n",
+        (
+            "tests/unit/gateway/test_handover.py",
+            "-k",
+            "probes",
+        ),
+    ),
+    Mutant(
+        "the descriptor for probes is used once",
+        "runtime/dsv4_runtime/gateway/http_server.py",
+        "            asyncio.get_running_loop().call_soon(listening.keep_spare)",
+        "            pass",
+        (
+            "tests/unit/gateway/test_handover.py",
+            "-k",
+            "probes",
+        ),
+    ),
+    Mutant(
+        "a guard without a descriptor hands nothing over any more",
+        "runtime/dsv4_runtime/gateway/handover.py",
+        "        except OSError:\n            # No free descriptor.\n",
+        "        except ValueError:\n",
+        (
+            "tests/unit/gateway/test_handover.py",
+            "-k",
+            "once_there_is",
+        ),
+    ),
+    Mutant(
+        "a long request without a descriptor ends the handover",
+        "runtime/dsv4_runtime/gateway/handover.py",
+        "            if own_shortage(error) is not None:\n                # The heir",
+        "            if False:\n                # The heir",
+        (
+            "tests/unit/gateway/test_handover.py",
+            "-k",
+            "long_request",
+        ),
+    ),
+    Mutant(
+        "an heir without a descriptor resets connections",
+        "runtime/dsv4_runtime/gateway/handover.py",
+        "        return own_shortage(error) is not None and await _has_gone(number)",
+        "        return False",
+        (
+            "tests/unit/gateway/test_handover.py",
+            "-k",
+            "an_heir",
+        ),
+    ),
+    Mutant(
+        "a gateway without a descriptor blames the engine",
+        "runtime/dsv4_runtime/gateway/http_client.py",
+        "if own_shortage(error) is None or now",
+        "if True or now",
+        (
+            "tests/unit/agent/test_own_shortage.py",
+            "-k",
+            "waits_for",
+        ),
+    ),
+    Mutant(
+        "a gateway without a descriptor finds no engine",
+        "runtime/dsv4_runtime/gateway/routing.py",
+        "return None if own_shortage(error) is not None else False",
+        "return False",
+        (
+            "tests/unit/agent/test_own_shortage.py",
+            "-k",
+            "reachable",
+        ),
+    ),
 )

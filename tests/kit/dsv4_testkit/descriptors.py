@@ -1,0 +1,25 @@
+"""A process without a free file descriptor."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Let this process open nothing within the block: every new descriptor would exceed its limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Objects of earlier tests that pytest reports: that imports `tracemalloc`, which opens a file.
+    gc.collect()
+    # The kernel takes the lowest number that is free.
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
