@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from dsv4_runtime.contract import AgentStatus, DrainReport, GroupReport
 from dsv4_runtime.contract.token import AgentCredential
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger("dsv4")
 

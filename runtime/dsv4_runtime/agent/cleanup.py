@@ -19,7 +19,7 @@ from typing import NamedTuple
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.contract import Cause, GpuProcess, GpuSignals, MemberPlan, Signals
 from dsv4_runtime.health.samples import ENGINE_ROLES, GPU_FRESH_SECONDS
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 from dsv4_runtime.util.keeper import Keeper
 from dsv4_runtime.util.procfs import read_file
 

@@ -68,9 +68,8 @@ from dsv4_runtime.engine.logs import (
     shutting_down,
     worker_lost,
 )
-from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import tick
-from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.files import own_shortage, replace_file
 from dsv4_runtime.util.log_lines import memory_figures
 
 _log = logging.getLogger(__name__)

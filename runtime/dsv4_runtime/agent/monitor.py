@@ -19,8 +19,8 @@ from dsv4_runtime.engine import completion, token_auth
 from dsv4_runtime.health.rules import WINDOW_SECONDS, Judgement, judge
 from dsv4_runtime.health.samples import Pace, Sample, Viewer, steps_and_requests
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS
-from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import tick
+from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger(__name__)
 

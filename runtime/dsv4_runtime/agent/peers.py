@@ -19,8 +19,8 @@ import aiohttp
 from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import GroupPlan
-from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import tick, unix_time
+from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from dsv4_runtime.agent.processes import Child
 from dsv4_runtime.contract import Cause, GroupPlan, Role
 from dsv4_runtime.contract.plan import RAY_COMMAND, RAY_LINKS
 from dsv4_runtime.engine.logs import RAY_STARTED
-from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import tick
+from dsv4_runtime.util.files import own_shortage
 from dsv4_runtime.util.procfs import Work, entry
 
 _log = logging.getLogger(__name__)

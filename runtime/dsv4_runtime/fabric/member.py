@@ -44,7 +44,7 @@ from dsv4_runtime.fabric.probes import (
     probe,
     required_size,
 )
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 from dsv4_runtime.util.log_lines import is_nccl, log_reader
 
 _VERSION = re.compile(r"NCCL version (\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)")

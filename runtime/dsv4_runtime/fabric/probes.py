@@ -26,7 +26,7 @@ from typing import Any, cast
 
 from dsv4_runtime.contract import FabricPlan, Rail
 from dsv4_runtime.fabric.checks import Check, CheckReason, CheckStatus
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 
 # linux/in.h; missing in Python's socket module.
 _IP_MTU_DISCOVER = 10

@@ -28,7 +28,7 @@ from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import REQUEST_ID, Refusal
 from dsv4_runtime.gateway.http_client import encode_head
 from dsv4_runtime.gateway.request import Request
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger("dsv4.gateway")
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 
 Headers = list[tuple[bytes, bytes]]
 Fields = list[tuple[bytes, bytes, bytes]]

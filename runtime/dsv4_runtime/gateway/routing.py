@@ -23,7 +23,7 @@ from dsv4_runtime.contract import AgentStatus, Cause, Health, Phase
 from dsv4_runtime.contract.gateway import GatewayRoute, GroupRoute, Kind
 from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up_refusal
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger("dsv4.gateway")
 

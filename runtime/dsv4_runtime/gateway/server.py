@@ -38,7 +38,7 @@ from dsv4_runtime.gateway.page import PAGE, PATHS, STREAM, Page
 from dsv4_runtime.gateway.proxy import Proxy
 from dsv4_runtime.gateway.request import Account, Request
 from dsv4_runtime.gateway.routing import Availability, EngineWait, Groups, RoutedGroup, RouteFile, TokenKeyError
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 from dsv4_runtime.util.sse import FeedFullError, payload
 
 T = TypeVar("T")

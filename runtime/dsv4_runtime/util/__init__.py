@@ -1,6 +1,5 @@
 """Utilities of the operator and the runtime that depend on the standard library alone."""
 
-import errno
 import re
 
 LOG_FORMAT = "DSV4_LOG_FORMAT"
@@ -21,19 +20,3 @@ def trace_receiver(text: str) -> str:
     if _RECEIVER.fullmatch(text) is None:
         raise ValueError(f"{text!r} is no receiver of OTLP over gRPC; write http://HOST:4317 or unix:/PATH")
     return text
-
-
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-
-
-def own_shortage(error: BaseException | None) -> OSError | None:
-    """Return the error, `error` or one that caused it, by which this process lacked a file descriptor or memory of the
-    kernel; None if there is none.
-
-    A request or a reading of /proc that fails for this reason proves nothing about the process at the other end.
-    """
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _SHORTAGES:
-            return error
-        error = error.__cause__ or error.__context__
-    return None

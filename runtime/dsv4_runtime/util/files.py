@@ -37,6 +37,22 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+
+def own_shortage(error: BaseException | None) -> OSError | None:
+    """Return the error, `error` or one that caused it, by which this process lacked a file descriptor or memory of the
+    kernel; None if there is none.
+
+    A request or a reading of /proc that fails for this reason proves nothing about the process at the other end.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _SHORTAGES:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def replace_file(path: Path, text: str, *, mode: int = 0o600) -> None:
     """Replace `path` as a whole: readers, and a machine after a power loss, find the old text or the new one. The file
     has the permissions `mode` from its first byte on.

@@ -202,6 +202,8 @@ class World:
         class Agents:
             """Replaces `AgentWatch`: reports of the agents are in the world, by address."""
 
+            shortage = None
+
             def __init__(self, _client: object, incarnation: int, *_: object) -> None:
                 self.incarnation = incarnation
                 self.endpoints: Mapping[int, Endpoint] = {}

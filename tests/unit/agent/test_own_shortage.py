@@ -38,7 +38,8 @@ from dsv4_runtime.engine.logs import WorkerLogs
 from dsv4_runtime.fabric import probes
 from dsv4_runtime.gateway import routing
 from dsv4_runtime.gateway.http_client import UnreachableError, Upstream
-from dsv4_runtime.util import own_shortage, procfs
+from dsv4_runtime.util import procfs
+from dsv4_runtime.util.files import own_shortage
 from dsv4_testkit.descriptors import no_descriptors
 from dsv4_testkit.waiting import until
 

@@ -168,7 +168,14 @@ async def test_metrics_of_both(kit):
 
 
 async def test_a_connection_that_does_not_read_its_metrics_is_closed(kit, monkeypatch):
+    aborted, abort = asyncio.Event(), server.Request.abort
+
+    def note(request: server.Request) -> None:
+        abort(request)
+        aborted.set()
+
     monkeypatch.setattr(server, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(server.Request, "abort", note)
     lines = 4_000_000
     async with kit.Lab(engine=kit.Engine(more_metrics=lines)) as lab:
         with socket.socket() as client:
@@ -176,6 +183,9 @@ async def test_a_connection_that_does_not_read_its_metrics_is_closed(kit, monkey
             client.connect(("127.0.0.1", URL(lab.url).port))
             client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
             mine = client.getsockname()
+            # Before the connection is accepted, no process has it.
+            async with asyncio.timeout(60):
+                await aborted.wait()
             await until(lambda: not [one for one in psutil.Process().net_connections("tcp4") if one.raddr == mine])
             client.settimeout(60)
 

@@ -47,9 +47,8 @@ from dsv4_operator.planning.facts import Facts, GpuFacts, NodeFacts
 from dsv4_runtime.client import AGENT_ERRORS, AgentClient, read_content
 from dsv4_runtime.contract import AgentStatus, Cause, GroupPlan
 from dsv4_runtime.contract.token import new_key, new_token
-from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import unix_time
-from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.files import own_shortage, replace_file
 
 _log = logging.getLogger("dsv4")
 

@@ -33,9 +33,8 @@ from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupPlan, MemberPlan, WeightsSource
 from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_runtime.contract.token import new_key, new_token
-from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import unix_time
-from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.util.files import own_shortage, replace_file
 from dsv4_runtime.util.peer_copies import unsafe_copies
 
 _log = logging.getLogger("dsv4")

@@ -25,8 +25,8 @@ from dsv4_operator.lifecycle.status import page_failures
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
-from dsv4_runtime.util import LOG_DEPLOYMENT, own_shortage
-from dsv4_runtime.util.files import LOOP_DUE, replace_file
+from dsv4_runtime.util import LOG_DEPLOYMENT
+from dsv4_runtime.util.files import LOOP_DUE, own_shortage, replace_file
 from dsv4_runtime.util.secrets import is_secret_name
 
 _log = logging.getLogger("dsv4")

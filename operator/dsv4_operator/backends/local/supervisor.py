@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_operator.backends.local import network
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger("dsv4")
 

@@ -27,7 +27,7 @@ from dsv4_operator.kube import KubeError
 from dsv4_operator.lifecycle.observed import UNREACHED, Canary, Lives, adopted, answered, lives_of, seen
 from dsv4_runtime.contract.gateway import CanaryReport
 from dsv4_runtime.contract.token import canary_token
-from dsv4_runtime.util import own_shortage
+from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger("dsv4")
 

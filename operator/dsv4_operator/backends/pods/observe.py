@@ -24,8 +24,8 @@ from dsv4_operator.lifecycle.observed import ObservedMember
 from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
 from dsv4_runtime.contract import AgentStatus, Cause, GroupReport
 from dsv4_runtime.contract.recovery import backoff
-from dsv4_runtime.util import own_shortage
 from dsv4_runtime.util.clock import unix_time
+from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger("dsv4")
 

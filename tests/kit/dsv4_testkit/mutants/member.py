@@ -1088,7 +1088,7 @@ MEMBER = (
     ),
     Mutant(
         "a lack of descriptors is no reason",
-        "runtime/dsv4_runtime/util/__init__.py",
+        "runtime/dsv4_runtime/util/files.py",
         "error.errno in _SHORTAGES",
         "error.errno == 0",
         (
