@@ -34,6 +34,10 @@ class Scaled(World):
         current = status["observedGeneration"] == self.live()["metadata"]["generation"]
         return current and status["phase"] == "Serving" and status["updatedReplicas"] == 2
 
+    @property
+    def incarnation(self) -> int:
+        return int(self.status["groups"][0]["incarnation"])
+
     def kept(self) -> Counter[tuple[str, str]]:
         """Return the objects of `owned` without numbers of incarnations and without evidence."""
         kept = ((kind, name) for kind, name in self.owned() if "-evidence-" not in name)
@@ -212,6 +216,39 @@ async def test_a_late_request_leaves_nothing_of_a_suspended_group(
             del world.kube.objects[kind, "team", name]
         number += 1
     assert number > 10
+
+
+@pytest.mark.parametrize("turns", [2, 3, 4])
+async def test_a_late_request_leaves_nothing_of_an_earlier_incarnation(
+    world: Scaled, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    world.change(recovery={"maxRestarts": 100, "window": "10s", "backoff": {"base": "0s", "max": "0s"}})
+    number = 0
+    while True:
+        before = world.status["groups"][0]["incarnation"]
+        world.kube.interrupt(number, Interruption.LATE)
+        # The second one follows while the first one is being formed.
+        for _ in range(2):
+            await world.run("restart", 0)
+            for _ in range(turns):
+                await world.turn()
+        await world.until(lambda before=before: world.status["phase"] == "Serving" and world.incarnation > before, 30.0)
+        request = world.kube.requested
+        if not request:
+            break
+        await world.kube.deliver()
+        with monkeypatch.context() as patched:
+            patched.setattr(frontend, "_LATE_SECONDS", 0.0)
+            for _ in range(4):
+                await world.turn()
+        numbers = {one for one in world.owned() if re.search(r"-i[0-9]+", one[1]) and "-evidence-" not in one[1]}
+        left = {one for one in numbers if f"-i{world.incarnation}" not in one[1]}
+        # Secrets are not listed, see above.
+        assert not [one for one in left if one[0] != "Secret"], f"request {number}: {request}"
+        for kind, name in left:
+            del world.kube.objects[kind, "team", name]
+        number += 1
+    assert number > 20
 
 
 async def test_a_group_without_a_gateway_leaves_nothing(world: Scaled) -> None:

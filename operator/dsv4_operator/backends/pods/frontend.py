@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.ownership import OwnedObjects, gather_all
@@ -185,13 +185,14 @@ class Frontend:
         self._interrupted = True
         await self._token_key()
         await gather_all(*(self._cluster.objects.apply(one) for one in changed))
+        removed = 0
         if deployment.metadata.generation > 1:
-            # The first generation cannot have had more groups, or a suspended one.
+            # The first generation cannot have had more groups.
             removed = last_removed(status, len(lost))
             await self._remove_superfluous(deployment, len(lost), removed)
-            ended = {group.index: group.incarnation for group in status.groups if group.phase in _GONE}
-            if removed or ended:
-                await self._sweep(deployment, lambda group: ended.get(group, 0) if group < len(lost) else removed)
+        ended = {group.index: _last_ended(group) for group in status.groups}
+        if removed or (everything and any(ended.values())):
+            await self._sweep(deployment, lambda group: ended.get(group, 0) if group < len(lost) else removed)
         self._applied, self._interrupted = wanted, False
         if due:
             self._time = time.monotonic() - random.uniform(0.0, 0.5) * _AGAIN_SECONDS  # noqa: S311
@@ -225,6 +226,11 @@ def routed_groups(deployment: DSV4Deployment, status: DeploymentStatus) -> int:
     """Return the number of groups with routes and gateways: wanted groups, and those in drain."""
     ending = (group.index + 1 for group in status.groups if group.phase not in _GONE)
     return max((deployment.spec.replicas, *ending))
+
+
+def _last_ended(group: GroupStatus) -> int:
+    """Return the last incarnation of a group whose members are proven to be gone."""
+    return group.incarnation if group.phase in _GONE else max(0, min(group.fenced_below, group.incarnation) - 1)
 
 
 def last_removed(status: DeploymentStatus, groups: int) -> int:

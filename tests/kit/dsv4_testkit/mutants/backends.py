@@ -624,8 +624,8 @@ BACKENDS = (
     Mutant(
         "objects of a suspended group that appear late stay",
         f"{_OPERATOR}/backends/pods/frontend.py",
-        "            if removed or ended:\n",
-        "            if removed:\n",
+        "        if removed or (everything and any(ended.values())):\n",
+        "        if removed:\n",
         _INTERRUPTIONS,
     ),
     Mutant(
@@ -645,8 +645,8 @@ BACKENDS = (
     Mutant(
         "objects of a removed group that appear late stay",
         f"{_OPERATOR}/backends/pods/frontend.py",
-        "            if removed or ended:\n",
-        "            if ended:\n",
+        "        if removed or (everything and any(ended.values())):\n",
+        "        if everything and any(ended.values()):\n",
         _INTERRUPTIONS,
     ),
     Mutant(
