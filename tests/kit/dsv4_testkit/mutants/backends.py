@@ -549,14 +549,14 @@ BACKENDS = (
         f"{_OPERATOR}/cli/hosts.py",
         "                found.append(problem)\n",
         "                pass\n",
-        ("tests/unit/hosts/test_client.py",),
+        ("tests/unit/hosts/test_software.py",),
     ),
     Mutant(
         "an upgrade needs the space of the whole software",
         f"{_OPERATOR}/backends/local/software.py",
         "needed = min(needed, _OWN_BYTES + round(share * self.bytes) + more)",
         "pass",
-        ("tests/unit/hosts/test_client.py",),
+        ("tests/unit/hosts/test_software.py",),
     ),
     Mutant(
         "after an upgrade the new loop finds the earlier software on the other machines",
