@@ -64,6 +64,14 @@ class Scaled(World):
             if later and self.rests and self.kept() == wanted and len(self.pods()) == 2:
                 return
 
+    async def deliver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Execute the late request. Without a new operator: this one checks once a later execution is impossible."""
+        await self.kube.deliver()
+        with monkeypatch.context() as patched:
+            patched.setattr(frontend, "_LATE_SECONDS", 0.0)
+            for _ in range(4):
+                await self.turn()
+
     async def run(self, operation: str, turns: int) -> None:
         """Do what a user does, with some reconciles between."""
         if operation in ("change", "suspend during a change"):
@@ -203,12 +211,7 @@ async def test_a_late_request_leaves_nothing_of_a_suspended_group(
         request = world.kube.requested
         if not request:
             break
-        await world.kube.deliver()
-        # Without a new operator: this one checks once a late execution is impossible.
-        with monkeypatch.context() as patched:
-            patched.setattr(frontend, "_LATE_SECONDS", 0.0)
-            for _ in range(4):
-                await world.turn()
+        await world.deliver(monkeypatch)
         # Secrets are not listed, see above.
         left = {one for one in world.owned() - wanted if one[0] == "Secret"}
         assert world.owned() - left == wanted, f"request {number}: {request}"
@@ -236,11 +239,7 @@ async def test_a_late_request_leaves_nothing_of_an_earlier_incarnation(
         request = world.kube.requested
         if not request:
             break
-        await world.kube.deliver()
-        with monkeypatch.context() as patched:
-            patched.setattr(frontend, "_LATE_SECONDS", 0.0)
-            for _ in range(4):
-                await world.turn()
+        await world.deliver(monkeypatch)
         numbers = {one for one in world.owned() if re.search(r"-i[0-9]+", one[1]) and "-evidence-" not in one[1]}
         left = {one for one in numbers if f"-i{world.incarnation}" not in one[1]}
         # Secrets are not listed, see above.

@@ -142,7 +142,7 @@ class Fencer:
         await self._sweep(key, chosen, lambda _, number: number < incarnation)
 
     async def sweep_ended(self, deployment: DSV4Deployment, last: Callable[[int], int]) -> None:
-        """Remove objects of incarnations of each group up to `last`: of removed and suspended groups.
+        """Remove objects of the incarnations of each group up to `last`, which have all ended.
 
         Groups that are created again with the index of a removed one have later incarnations.
         """
