@@ -22,7 +22,7 @@ from dsv4_testkit.faults.load import Outcome, Request, ask, outage
 from dsv4_testkit.faults.matrix import BY_NAME, MATRIX
 from dsv4_testkit.faults.soak import Watch
 from dsv4_testkit.faults.store import Store
-from dsv4_testkit.faults.system import Verdict
+from dsv4_testkit.faults.system import Verdict, increase
 from dsv4_testkit.faults.table import FAULTS, PROCESS_DEATHS, Kind
 
 STRUCK = 1000.0
@@ -52,6 +52,14 @@ def test_names_are_unique_and_causes_are_of_the_contract():
     for fault in MATRIX:
         assert {Cause(cause) for cause in fault.causes} or fault.kind in (Kind.NONE, Kind.OWN)
     assert {fault.level for fault in PROCESS_DEATHS} == {1, 2}
+
+
+def test_the_increase_of_a_counter_whose_gateways_are_replaced():
+    first, second = 'replayed_total{gateway="0"}', 'replayed_total{gateway="1"}'
+    assert increase({first: 40.0, second: 3.0}, {first: 41.0, second: 5.0}) == 3.0
+    assert increase({first: 40.0, second: 3.0}, {first: 1.0, second: 5.0}) == 3.0
+    assert increase({first: 40.0}, {second: 2.0}) == 2.0
+    assert increase(None, {first: 1.0}) is None
 
 
 def test_a_right_verdict():

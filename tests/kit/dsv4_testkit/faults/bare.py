@@ -128,7 +128,7 @@ class Bare:
     def restarts(self) -> int | None:
         return None
 
-    def replayed(self) -> float | None:
+    def replayed(self) -> None:
         return None
 
     def disorder(self, since: float) -> str:

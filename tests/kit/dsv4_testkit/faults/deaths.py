@@ -13,7 +13,7 @@ from typing import Any
 from dsv4_testkit.faults.load import Load, Outcome, Shape, counts
 from dsv4_testkit.faults.report import percentile
 from dsv4_testkit.faults.store import Store
-from dsv4_testkit.faults.system import DSV4, MODEL
+from dsv4_testkit.faults.system import DSV4, MODEL, increase
 from dsv4_testkit.harness import phases
 
 _CLIENTS = 8
@@ -78,7 +78,7 @@ def _run(system: DSV4, number: int, seed: int) -> dict[str, Any]:
         "levels": levels,
         "sent": len(requests),
         "answered": found[Outcome.ANSWERED],
-        "replayed": None if replayed is None or after is None else after - replayed,
+        "replayed": increase(replayed, after),
         "failed": found[Outcome.FAILED],
         "ended": found[Outcome.ENDED],
         "silent": found[Outcome.SILENT],

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsv4_testkit.faults.load import Load, Outcome, Request, Shape, counts, outage
-from dsv4_testkit.faults.system import MODEL, System, Verdict
+from dsv4_testkit.faults.system import MODEL, System, Verdict, increase
 from dsv4_testkit.faults.table import Fault, Kind
 
 _TICK, _SHORT_TICK = 0.2, 0.05
@@ -102,7 +102,7 @@ def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> 
         verdicts,
         requests,
         restarts=None if before is None or total is None else total - before,
-        replayed=None if replayed is None or after is None else after - replayed,
+        replayed=increase(replayed, after),
         patience=system.patience,
         replaced=replaced,
         disorder=system.disorder(struck) if verdicts and verdicts[-1].recovered is not None else "",

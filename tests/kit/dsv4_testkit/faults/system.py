@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,8 +71,8 @@ class System(Scene, Protocol):
     def restarts(self) -> int | None:
         """Return the number of restarts of every level so far; None if they are not counted."""
 
-    def replayed(self) -> float | None:
-        """Return the number of replayed requests so far; None without replays."""
+    def replayed(self) -> Mapping[str, float] | None:
+        """Return the number of replayed requests of each gateway so far; None without replays."""
 
     def disorder(self, since: float) -> str:
         """Return the events out of order (detected, cause, evidence, repair, serving) in a report of the repair.
@@ -178,7 +178,7 @@ class DSV4:
     def restarts(self) -> int:
         return int(self.group().get("totalRestarts", 0))
 
-    def replayed(self) -> float | None:
+    def replayed(self) -> Mapping[str, float] | None:
         return scrape(self.api, "dsv4_gateway_replayed_total")
 
     def disorder(self, since: float) -> str:
@@ -253,12 +253,20 @@ def answers(port: int, timeout: float = 30.0) -> bool:
         return False
 
 
-def scrape(port: int, name: str) -> float | None:
-    """Return a metric's sum over all gateways; None without a response or if the metric is missing."""
+def scrape(port: int, name: str) -> dict[str, float] | None:
+    """Return a metric's value of each gateway by its labels; None without a response or if the metric is missing."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as response:
             text = response.read().decode()
     except OSError:
         return None
-    found = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-    return sum(found) if found else None
+    samples = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+    return {labels: float(value) for labels, value in samples} or None
+
+
+def increase(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> float | None:
+    """Return the increase of a counter over all gateways; a new gateway's begins at 0. None: unknown."""
+    if before is None or after is None:
+        return None
+    known = {labels: value for labels, value in before.items() if value <= after.get(labels, 0.0)}
+    return sum(value - known.get(labels, 0.0) for labels, value in after.items())
