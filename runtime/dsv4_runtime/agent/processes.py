@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import psutil
 
-from dsv4_runtime.util.procfs import STOPPED, ChildLine, Entry, below, command_of, is_frozen, read_file
+from dsv4_runtime.util.procfs import STOPPED, ChildLine, Entry, below, command_of, is_frozen
 
 _log = logging.getLogger(__name__)
 
@@ -82,15 +82,9 @@ def ended_roles(table: Mapping[int, Entry]) -> dict[int, str]:
     return {pid: role for pid, role in found.items() if role}
 
 
-def standby_workers() -> tuple[set[int], set[int]]:
-    """Return the process ids of the waiting processes of Ray below this one that have imported vLLM, and of all."""
-    ready, existing = set(), set()
-    for pid in below(os.getpid()):
-        if _is_idle_worker(pid):
-            existing.add(pid)
-            if b"/libtorch" in (read_file(pid, "maps") or b""):
-                ready.add(pid)
-    return ready, existing
+def standby_workers() -> set[int]:
+    """Return the process ids of the waiting processes of Ray below this one."""
+    return {pid for pid in below(os.getpid()) if _is_idle_worker(pid)}
 
 
 def kill_stopped_workers() -> list[int]:

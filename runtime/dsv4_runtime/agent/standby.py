@@ -178,17 +178,17 @@ class Standby:
                 scanned = time.monotonic()
                 try:
                     stopped = kill_stopped_workers()
-                    workers, existing = standby_workers()
+                    workers = standby_workers()
                 except OSError as error:
                     _log.warning("the waiting workers of Ray cannot be found, which is tried again: %s", error)
                     complete = scanned
                     continue
                 if stopped:
                     return f"a waiting worker of Ray (process {stopped[0]}) is stopped", len(stopped)
-                if len(existing) >= requested:
+                if len(workers) >= requested:
                     complete = scanned
                 elif scanned - complete >= _MISSING_SECONDS:
-                    return f"Ray has {len(existing)} of {requested} waiting workers", requested - len(existing)
+                    return f"Ray has {len(workers)} of {requested} waiting workers", requested - len(workers)
 
     async def _is_usable(self, server: Child) -> bool:
         """Return whether a standby server runs its program, and answers or works, as far as that can be found out."""

@@ -401,27 +401,26 @@ async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_req
     monkeypatch.setattr(member.standby, "_until_idle", busy)
     monkeypatch.setattr(member.standby, "prepare", prepare)
     monkeypatch.setattr(standby, "_WORKERS_SECONDS", 0.1)
-    monkeypatch.setattr(standby, "_MISSING_SECONDS", 0.5)
-
-    def scan() -> tuple[set[int], set[int]]:
-        existing = {worker.pid} if seen or worker.poll() is None else set()
-        return existing if seen else set(), existing
-
-    monkeypatch.setattr(standby, "standby_workers", scan)
+    monkeypatch.setattr(standby, "_MISSING_SECONDS", 600.0 if seen else 0.5)
     monkeypatch.setattr(type(member.standby), "_has_workers", True)
     member.context.me = member.context.me.model_copy(update={"address": "127.0.0.1"})
     assert server.stdout is not None
     requests = [base64.b64encode(text).decode() for text in (b"one", b"two")]
     file = tmp_path / "prestart.json"
     file.write_text(json.dumps({"port": int(server.stdout.readline()), "messages": requests}))
+    await until(lambda: worker.pid in processes.standby_workers())
+    if not seen:
+        worker.kill()
+        worker.wait(60)
     keeping = asyncio.create_task(member.standby.keep())
     try:
-        await asyncio.sleep(1.5)
-        os.kill(worker.pid, number)
+        if seen:
+            await asyncio.sleep(1.5)
+            os.kill(worker.pid, number)
         line = await asyncio.to_thread(server.stdout.readline)
         assert line.split(maxsplit=1) == [b"one".hex(), "Bearer token\n"]
         assert worker.wait(60) == -signal.SIGKILL
-        monkeypatch.setattr(standby, "standby_workers", lambda: ({os.getpid()}, {os.getpid()}))
+        monkeypatch.setattr(standby, "standby_workers", lambda: {os.getpid()})
         if raylet != "accepts":
             await until(lambda: len(prepared) == 2)
         await asyncio.sleep(0.3)
