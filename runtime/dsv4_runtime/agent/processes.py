@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import psutil
 
-from dsv4_runtime.util.procfs import STOPPED, ChildLine, Entry, below, command_of, is_frozen
+from dsv4_runtime.util.procfs import STOPPED, ChildLine, Entry, below, command_of, is_frozen, read_file
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +83,13 @@ def ended_roles(table: Mapping[int, Entry]) -> dict[int, str]:
 
 
 def standby_workers() -> set[int]:
-    """Return the process ids of the waiting processes of Ray below this one."""
-    return {pid for pid in below(os.getpid()) if _is_idle_worker(pid)}
+    """Return the process ids of the waiting processes of Ray below this one that import vLLM, or have done so.
+
+    Ray has idle processes of its own, which import neither vLLM nor torch.
+    """
+    return {
+        pid for pid in below(os.getpid()) if _is_idle_worker(pid) and b"/libtorch" in (read_file(pid, "maps") or b"")
+    }
 
 
 def kill_stopped_workers() -> list[int]:

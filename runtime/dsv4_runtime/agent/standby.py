@@ -44,8 +44,9 @@ _LASTING_SECONDS = 600.0
 """Losses this far apart are not in a row."""
 _WORKERS_SECONDS = 3.0
 """Interval of the scans for Ray's waiting processes."""
-_MISSING_SECONDS = 30.0
-"""Time after which a requested worker that does not exist is lost: it ended before it was found."""
+_MISSING_SECONDS = 60.0
+"""Time after which a requested worker that does not exist is lost: it ended before it was found. A start takes seconds,
+on a busy machine more."""
 _LEAST_MEMORY = 4 << 30
 """Minimum of available memory: a slower restart is better than an out-of-memory kill."""
 

@@ -388,7 +388,11 @@ async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_req
         "time.sleep(600)\n"
     )
     server = subprocess.Popen([sys.executable, "-c", code, raylet], stdout=subprocess.PIPE, text=True)
-    worker = subprocess.Popen(["bash", "-c", "exec -a ray::IDLE sleep 600"])
+    library = tmp_path / "libtorch.so"
+    library.write_bytes(b"mapped by a worker that imports vLLM")
+    maps = f"import mmap, time; f = open({str(library)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); time.sleep(600)"
+    worker = subprocess.Popen(["bash", "-c", f'exec -a ray::IDLE {sys.executable} -c "{maps}"'])
+    other = subprocess.Popen(["bash", "-c", "exec -a ray::IDLE sleep 600"])  # an idle process of Ray's own
     prepared = []
 
     async def prepare() -> int:
@@ -408,7 +412,7 @@ async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_req
     requests = [base64.b64encode(text).decode() for text in (b"one", b"two")]
     file = tmp_path / "prestart.json"
     file.write_text(json.dumps({"port": int(server.stdout.readline()), "messages": requests}))
-    await until(lambda: worker.pid in processes.standby_workers())
+    await until(lambda: processes.standby_workers() == {worker.pid})
     if not seen:
         worker.kill()
         worker.wait(60)
@@ -427,7 +431,7 @@ async def test_a_lost_worker_of_ray_is_requested_again_within_seconds_beside_req
         assert len(prepared) == (1 if raylet == "accepts" else 2)
     finally:
         keeping.cancel()
-        for process in (server, worker):
+        for process in (server, worker, other):
             process.kill()
             process.communicate()
 
