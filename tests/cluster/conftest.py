@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from clusterkit.client import Cluster
 from clusterkit.layout import Settings
 from clusterkit.waiting import ClusterError
 
-REPOSITORY = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
 DEFINITION = REPOSITORY / "manifests" / "crd.yaml"
 # Each worker of pytest-xdist has its own cluster (`make cluster-test`, `make test`).
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -38,6 +40,10 @@ _IMAGES = {"test_admission.py", "test_chart_release.py", "test_images.py", "test
 """Files whose tests load the project's images."""
 
 
+_FIRST = {"test_chaos.py", "test_rollout.py"}
+"""Files whose single test takes 40 s, longer than all tests of most others."""
+
+
 class Kinds(LoadScopeScheduling):
     """Tests that run engines compute; most others wait for the control plane.
 
@@ -49,8 +55,13 @@ class Kinds(LoadScopeScheduling):
         collected = next(iter(self.registered_collections.values()))
         if any(_kind(one) == "engines" for one in collected):
             return _kind(nodeid)
-        file = nodeid.partition("::")[0]
-        return "images" if Path(file).name in _IMAGES else file
+        return _files(nodeid)
+
+
+def _files(nodeid: str) -> str:
+    """Return the name of the files that run in one worker."""
+    file = nodeid.partition("::")[0]
+    return "images" if Path(file).name in _IMAGES else file
 
 
 def _kind(nodeid: str) -> str:
@@ -59,6 +70,8 @@ def _kind(nodeid: str) -> str:
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Kinds:
     """Return the scheduler that assigns tests to the two workers of `make cluster-test` and `make test`."""
+    # The order is that of `pytest_collection_modifyitems`.
+    config.option.loadscopereorder = False
     return Kinds(config, log)
 
 
@@ -73,6 +86,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
+    if all(item.path.is_relative_to(HERE) for item in items):
+        # Files with the most tests first, so that the workers end at about the same time.
+        tests = Counter(_files(item.nodeid) for item in items)
+        items.sort(key=lambda item: (item.path.name not in _FIRST, -tests[_files(item.nodeid)], _files(item.nodeid)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -24,7 +24,7 @@ _LONG = (
     "gateway/test_page_browser.py",
     "gateway/test_poison_schedules.py",
     "fabric/test_proof.py",
-    "vllm_plugin/",
+    "vllm_plugin/kernels/",
     "gateway/test_lost_node.py",
     "lifecycle/test_two_deciders.py",
     "lifecycle/test_schedules.py",

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 def no_descriptors() -> Iterator[None]:
     """Let this process open nothing within the block: every new descriptor would exceed its limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Objects of earlier tests that pytest reports: that imports `tracemalloc`, which opens a file.
-    gc.collect()
+    # Objects of earlier tests would close descriptors; pytest reports some, which imports a module and so opens a file.
+    gc.disable()
     # The kernel takes the lowest number that is free.
     lowest = os.dup(0)
     os.close(lowest)
@@ -22,4 +22,5 @@ def no_descriptors() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

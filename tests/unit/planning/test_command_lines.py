@@ -66,7 +66,7 @@ def test_vllm_takes_every_command_line() -> None:
         input=json.dumps([*asked, refused]),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

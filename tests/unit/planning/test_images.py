@@ -147,7 +147,7 @@ def test_the_surface_of_the_installed_vllm_is_fresh() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1500,
         check=True,
     )
     document = json.loads(made.stdout[made.stdout.index("{") :])

@@ -82,7 +82,7 @@ def test_vllms_own_planner_finds_the_same_blocks() -> None:
         input=json.dumps({"plans": asked, "divisions": [division(*one) for one in DIVISIONS]}),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1500,
         env=environment,
         check=False,
     )

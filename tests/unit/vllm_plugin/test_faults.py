@@ -271,7 +271,7 @@ def test_faults_are_injected_into_vllms_worker_only_if_enabled(file: Path, asked
         write(file, kind="raise", rank=1)
         env[dsv4_faults.FILE_VARIABLE] = str(file)
     done = subprocess.run(
-        [sys.executable, "-c", WITH_VLLM], env=env, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", WITH_VLLM], env=env, capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected
