@@ -97,8 +97,9 @@ def read_log(file: str) -> MemoryLog:
 
 
 def deviates(plan: MemoryPlan, log: MemoryLog) -> bool:
-    """Return whether a figure of `log` is outside of the range of the plan."""
-    return not all(term.within for term in terms(plan, log)) or not _concurrency_within(plan, log)
+    """Return whether a figure of `log` is outside of the range of the plan, or none of them is in the plan."""
+    found = comparison_document(plan, log)
+    return not found or not all(each["within"] for each in found)
 
 
 def _concurrency_within(plan: MemoryPlan, log: MemoryLog) -> bool:
@@ -125,7 +126,7 @@ def comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
         kv = plan.kv
         rows.append(
             [
-                "concurrent requests",
+                _CONCURRENCY,
                 f"{log.concurrency:.2f}",
                 f"{kv.concurrency:.2f}",
                 f"{kv.concurrency_least:.2f} to {kv.concurrency_most:.2f}",
@@ -133,6 +134,9 @@ def comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
                 "yes" if _concurrency_within(plan, log) else "NO",
             ]
         )
+    if not rows:
+        yield "No figure of the log is in the plan: use the file of the logged start, and its complete log."
+        return
     yield render_table(["TERM", "LOGGED", "PLANNED", "RANGE", "LOGGED IS", "WITHIN"], rows)
     if largest := largest_deviation(found):
         yield (
@@ -143,8 +147,8 @@ def comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
 
 
 def comparison_document(plan: MemoryPlan, log: MemoryLog) -> list[dict[str, Any]]:
-    """Return the terms of `comparison` as a document, in bytes."""
-    return [
+    """Return the terms of `comparison` as a document, in bytes, and the concurrent requests."""
+    found: list[dict[str, Any]] = [
         {
             "term": term.name,
             "loggedBytes": term.logged,
@@ -155,6 +159,19 @@ def comparison_document(plan: MemoryPlan, log: MemoryLog) -> list[dict[str, Any]
         }
         for term in terms(plan, log)
     ]
+    if log.concurrency is not None and plan.kv is not None:
+        kv = plan.kv
+        found.append(
+            {
+                "term": _CONCURRENCY,
+                "logged": log.concurrency,
+                "planned": round(kv.concurrency, 4),
+                "least": round(kv.concurrency_least, 4),
+                "most": round(kv.concurrency_most, 4),
+                "within": _concurrency_within(plan, log),
+            }
+        )
+    return found
 
 
 def _setting_differences(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
@@ -168,6 +185,17 @@ def _setting_differences(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
         yield (
             f"The log is for gpuMemoryUtilization {log.utilization:g}, and the plan is for {share:g}; "
             f"add --what-if engine.gpuMemoryUtilization={log.utilization:g}"
+        )
+    given = plan.engine.kv_cache_memory
+    if log.reserved is not None and given is None:
+        yield (
+            f"The log is for a KV cache of fixed size, {gib(log.reserved)}; add --what-if engine.kvCacheMemory="
+            f"{round(log.reserved / 2**20)}Mi --what-if engine.gpuMemoryUtilization=null"
+        )
+    if log.kv is not None and given is not None and plan.machine.sm:
+        yield (
+            f"The plan is for kvCacheMemory {gib(given)}, and the log for a share of the memory; "
+            "add --what-if engine.kvCacheMemory=null"
         )
 
 
@@ -220,3 +248,4 @@ def write_build(file: str, deployment: DSV4Deployment, profile: ImageProfile, pl
 
 
 _NON_TORCH = "non-torch memory"
+_CONCURRENCY = "concurrent requests"

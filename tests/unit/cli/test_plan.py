@@ -212,7 +212,9 @@ def test_a_plan_beside_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(r"KV cache +11.50 GiB +11.76 GiB", out)
     assert re.search("262,144 tokens per request.* 131,072; add --what-if engine.maxModelLen=262144", out)
     _, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log), "-o", "json")
-    assert [term["term"] for term in json.loads(out)["log"]] == ["weights", "KV cache"]
+    *_, concurrency = found = json.loads(out)["log"]
+    assert [term["term"] for term in found] == ["weights", "KV cache", "concurrent requests"]
+    assert (concurrency["logged"], concurrency["within"]) == (3.2, True)
     log.write_text("Model loading took 73.90 GiB and 1 seconds\nAvailable KV cache memory: -1.42 GiB\n")
     code, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
     assert code == 1, "a figure is outside of its range"
@@ -221,6 +223,37 @@ def test_a_plan_beside_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     code, out, err = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
     assert (code, out) == (2, "")
     assert f"{log} contains no memory figures" in err
+
+
+def test_a_document_names_the_figure_outside_its_range(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("Maximum concurrency for 131,072 tokens per request: 9.99x\n")
+    file = str(EXAMPLES / "flash-2x-rtx-pro-6000.yaml")
+    code, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log), "-o", "json")
+    (found,) = json.loads(out)["log"]
+    assert (code, found["term"], found["logged"], found["within"]) == (1, "concurrent requests", 9.99, False)
+    assert found["least"] <= found["planned"] <= found["most"] < 9.99
+
+
+def test_a_log_of_a_start_with_other_settings_of_the_cache(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("Initial free memory 90.1 GiB, reserved 12.0 GiB memory for KV Cache as specified\n")
+    beside = (str(EXAMPLES / "flash-2x-rtx-pro-6000.yaml"), "--state-dir", str(root), "--from-log", str(log))
+    code, out, _ = run(capsys, *beside)
+    assert code == 1, "nothing was compared"
+    assert "No figure of the log is in the plan: " in out
+    (advice,) = re.findall(r"a KV cache of fixed size, 12.00 GiB; add (.*)", out)
+    assert advice == "--what-if engine.kvCacheMemory=12288Mi --what-if engine.gpuMemoryUtilization=null"
+    code, out, _ = run(capsys, *beside, *advice.split())
+    assert code == 0
+    assert re.search(r"KV cache +12.00 GiB +12.00 GiB .* yes", out)
+    log.write_text("Available KV cache memory: 11.50 GiB\n")
+    _, out, _ = run(capsys, *beside, *advice.split())
+    assert "add --what-if engine.kvCacheMemory=null" in out
 
 
 def test_the_build_of_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
