@@ -291,7 +291,11 @@ def _image_hardware(chosen: Setup) -> Iterator[Broken]:
     profile = chosen.profile
     if chosen.hardware not in profile.hardware:
         problem = f"is not built for {chosen.hardware}, only for {', '.join(profile.hardware)}"
-        yield Broken("spec.engine.profile", profile.name, problem)
+        engine = chosen.spec.engine
+        base = engine.build.base if engine.build else None
+        named = (("build.base", base), ("profile", engine.profile), ("image", engine.image), ("profile", profile.name))
+        field, value = next((field, value) for field, value in named if value)
+        yield Broken(f"spec.engine.{field}", value, problem)
 
 
 def _unpinned_image(chosen: Setup) -> Iterator[Broken]:

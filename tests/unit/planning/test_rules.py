@@ -42,6 +42,7 @@ def broken(made: DSV4Deployment, facts: Facts | None = None) -> dict[str, Findin
 
 
 RTX, CPU = "RTXPRO6000", "CPU"
+B12X_IMAGE = "eugr/spark-vllm-b12x@sha256:" + "ab" * 32
 DSPARK, NANO = "DeepSeek-V4-Flash-0731", "DeepSeek-V4-Nano"
 
 
@@ -132,6 +133,13 @@ CASES = [
         8,
     ),
     ("ImageHardware", deployment(RTX, engine={"profile": "spark-b12x"}), "spec.engine.profile", "spark-b12x"),
+    (
+        "ImageHardware",
+        deployment(RTX, engine={"build": {"base": "spark-b12x"}}),
+        "spec.engine.build.base",
+        "spark-b12x",
+    ),
+    ("ImageHardware", deployment(RTX, engine={"image": B12X_IMAGE}), "spec.engine.image", B12X_IMAGE),
     (
         "UnpinnedImage",
         deployment(engine={"image": "vllm/vllm-openai:v0.33.0"}),
