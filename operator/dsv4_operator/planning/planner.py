@@ -249,7 +249,7 @@ def _expectations(chosen: Setup, members: Sequence[Placement]) -> Expectations:
         weights_bytes=max(rank.items[0].bytes for rank in memory.ranks),
         kv_tokens=kv_tokens,
         kv_concurrency=kv_concurrency,
-        memory_of=memory_of(chosen.deployment, chosen.model, machine),
+        memory_of=memory_of(chosen.deployment, chosen.model, machine, chosen.profile),
         memory=plain.budget_items(),
     )
 

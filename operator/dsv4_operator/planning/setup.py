@@ -334,7 +334,7 @@ def _catalog_machine(node: NodeFacts) -> Machine:
 
 def measured_here(deployment: DSV4Deployment, facts: Facts, model: Model, kind: Machine) -> Measured | None:
     """Return the logged memory of an earlier start with the same model, image and machine; None without one."""
-    of = memory_of(deployment, model, kind)
+    of = memory_of(deployment, model, kind, image_profile(deployment, facts))
     return next((measured for measured in facts.measured if measured.of == of), None)
 
 
@@ -348,11 +348,22 @@ def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Me
     )
 
 
-def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine) -> str:
-    """Return the subject of memory figures (model, image, machine). Differences apply to the same subject only."""
+def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine, profile: ImageProfile) -> str:
+    """Return the subject of memory figures (model, engine, machine). Differences apply to the same subject only.
+
+    The engine is an image, a profile that the image does not have by itself, or a build with its figures of memory:
+    logged differences refer to the planned figures of that profile or build.
+    """
     engine = deployment.spec.engine
-    own = f"{engine.build.base}-own" if engine.build else None
-    return f"{model.name} in {engine.image or engine.profile or own or 'the default image'} on {kind.id}"
+    usual = profile_for(engine.image, deployment.spec.topology.hardware)
+    of = [engine.image] if engine.image else []
+    if (build := engine.build) is not None:
+        figures = (("weightsFactor", build.weights_factor), ("nonTorchGib", build.non_torch_gib))
+        given = [f"{name} {value:g}" for name, value in figures if value is not None]
+        of.append(" ".join([profile.name, *given]))
+    elif (engine.profile and not engine.image) or usual is None or profile.name != usual.name:
+        of.append(profile.name)
+    return f"{model.name} in {' as '.join(of) or 'the default image'} on {kind.id}"
 
 
 def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> ImageProfile:
