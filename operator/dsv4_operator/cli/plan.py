@@ -58,9 +58,9 @@ from dsv4_operator.planning.memory import (
     gib,
 )
 from dsv4_operator.planning.memory.plan import Change, largest_uncertainty, load_formats, longest_context
-from dsv4_operator.planning.planner import accepted_advice, with_accepted_division
+from dsv4_operator.planning.planner import accepted_advice, checked_divisions, with_accepted_division
 from dsv4_operator.planning.rules import findings
-from dsv4_operator.planning.setup import image_profile, measured_here, setup, with_settings
+from dsv4_operator.planning.setup import changed_document, image_profile, measured_here, setup, with_settings
 from dsv4_runtime.contract import GroupPlan
 
 _COLUMNS = 80
@@ -294,10 +294,12 @@ def apply_changes(deployment: DSV4Deployment, changes: Sequence[str]) -> DSV4Dep
     """
     if not changes:
         return deployment
+    settings = dict(_parse_change(change) for change in changes)
     try:
-        return with_settings(deployment, dict(_parse_change(change) for change in changes))
+        return with_settings(deployment, settings)
     except InvalidDeployment as error:
-        raise invalid("--what-if", error.findings) from None
+        found = checked_divisions(lambda: changed_document(deployment, settings), error.findings)
+        raise invalid("--what-if", found) from None
 
 
 def _parse_change(change: str) -> tuple[str, Any]:

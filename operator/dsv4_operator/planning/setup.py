@@ -283,6 +283,11 @@ def with_settings(deployment: DSV4Deployment, settings: Mapping[str, object]) ->
     Raises:
         InvalidDeployment: the result is invalid, or a path leads through a value that is no mapping.
     """
+    return parse(changed_document(deployment, settings))
+
+
+def changed_document(deployment: DSV4Deployment, settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return the manifest of `with_settings`, which may be invalid."""
     document = deployment.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
     document |= {"apiVersion": deployment.api_version, "kind": deployment.kind}
     spec = document.setdefault("spec", {})
@@ -290,7 +295,7 @@ def with_settings(deployment: DSV4Deployment, settings: Mapping[str, object]) ->
         spec.get("topology", {}).pop("tensorParallelSize", None)
     for path, value in settings.items():
         _set_field(spec, path.split("."), value)
-    return parse(document)
+    return document
 
 
 _TENSOR = "topology.tensorParallelSize"

@@ -192,6 +192,38 @@ def test_three_machines_in_stages(root: Path, capsys: pytest.CaptureFixture[str]
     assert "tensor parallel 1, 3 stages" in out
 
 
+@pytest.mark.parametrize("checkpoint", ["V4-Flash", "V4.1-Flash", "V4-Pro"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        {"hardware": "GB10", "nodesPerGroup": 3},
+        {"hardware": "GB10", "nodesPerGroup": 3, "tensorParallelSize": 2},
+        {"hardware": "GB10", "nodesPerGroup": 7},
+        {"hardware": "RTXPRO6000", "nodesPerGroup": 2, "devicesPerNode": 3},
+    ],
+    ids=["3", "3 in twos", "7", "2 x 3"],
+)
+def test_a_division_that_is_advised_is_accepted(
+    topology: dict[str, Any], checkpoint: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rules of the specification know the variant only, and the layers of V4.1 have no three stages."""
+    file = tmp_path / "a.yaml"
+    variant = "Pro" if "Pro" in checkpoint else "Flash"
+    spec = {"model": {"variant": variant, "source": {"path": f"/m/DeepSeek-{checkpoint}"}}, "topology": topology}
+    made = {"apiVersion": "dsv4.dev/v1beta1", "kind": "DSV4Deployment", "metadata": {"name": "a"}, "spec": spec}
+    file.write_text(yaml.safe_dump(made))
+    code, out, _ = run(capsys, str(file), "--state-dir", str(root), "-o", "json")
+    (found,) = json.loads(out)["findings"]
+    assert code == 2
+    assert found["reason"] in ("TensorParallelDivision", "TensorParallelSize")
+    spec["topology"] = topology | {
+        name: int(size) for name, size in re.findall(r"(\w+) (\d+)", found["remedy"].removeprefix("use "))
+    }
+    file.write_text(yaml.safe_dump(made))
+    code, _, err = run(capsys, str(file), "--state-dir", str(root))
+    assert code == 0, err
+
+
 def test_sixteen_devices_of_one_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(EXAMPLES / "pro-8x-rtx-pro-6000.yaml")
     code, out, _ = run(capsys, file, "--state-dir", str(root), "--what-if", "topology.devicesPerNode=16")

@@ -143,13 +143,18 @@ def own_profile(build: BuildSpec) -> ImageProfile:
     )
 
 
+def usual_profile(hardware: Hardware) -> str:
+    """Return the name of the default profile for `hardware`."""
+    return _DEFAULTS.get(hardware, _USUAL)
+
+
 def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:
     """Return the profile of `image` by the longest matching prefix; None if there is none.
 
     Without an image: the default profile for `hardware`.
     """
     if image is None:
-        return profile_named(_DEFAULTS.get(hardware, _USUAL))
+        return profile_named(usual_profile(hardware))
     matching = [(len(begin), profile) for profile in profiles() for begin in profile.images if _begins(image, begin)]
     return max(matching, key=lambda pair: pair[0])[1] if matching else None
 
