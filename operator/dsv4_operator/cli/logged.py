@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,10 @@ def read_log(file: str) -> MemoryLog:
         CommandError: the file cannot be read, or has no such figures.
     """
     try:
-        with Path(file).open(encoding="utf-8", errors="replace") as lines:
+        with Path(file).open("rb") as start:
+            # Redirections of PowerShell write UTF-16.
+            encoding = "utf-16" if start.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8"
+        with Path(file).open(encoding=encoding, errors="replace") as lines:
             log = read_memory_log(lines)
     except OSError as error:
         raise bad_input(f"--from-log: {file}: {error.strerror or error}; use a file with a vLLM log") from None

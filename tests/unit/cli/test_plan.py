@@ -102,6 +102,9 @@ def test_an_uncertain_plan_has_its_own_exit_code(root: Path, capsys: pytest.Capt
     assert memory["kv"]["concurrencyLeast"] < memory["kv"]["concurrency"] < 1 < memory["kv"]["concurrencyMost"]
     assert memory["advice"]
     assert memory["measurement"]["how"]
+    assert "A cluster refuses it unless spec.engine.allowTight is true." in out
+    code, out, _ = run(capsys, file, "--state-dir", str(root), *tight, "--what-if", "engine.allowTight=true")
+    assert (code, "A cluster starts it, because spec.engine.allowTight is true." in out) == (3, True)
 
 
 def test_a_plan_has_contexts_by_users_and_the_cost_of_load_formats(
@@ -152,6 +155,17 @@ def test_a_wrong_manifest_is_answered_as_a_document_too(
     assert [(one["field"], one["value"], one["reason"]) for one in found["findings"]] == [("spec", None, "Required")]
     assert err == "".join(f"error: {text}\n" for text in found["errors"])
     assert err.startswith(f"error: {file}: spec: ")
+
+
+def test_standard_input_that_is_not_utf_8(root: Path) -> None:
+    """In the locale C Python reads invalid bytes as surrogates."""
+    command = [sys.executable, "-c", "from dsv4_operator.cli.main import main; main()", "plan", "-"]
+    for locale in ("C", "C.UTF-8"):
+        done = subprocess.run(
+            [*command, "--state-dir", str(root)], input=b"a\xffb", capture_output=True, timeout=120, check=False,
+            env={**os.environ, "LC_ALL": locale},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (2, b"error: stdin: is not UTF-8 text; save the file as UTF-8\n")
 
 
 def test_warnings_are_findings_of_the_document(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,6 +261,9 @@ def test_a_plan_beside_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     *_, concurrency = found = json.loads(out)["log"]
     assert [term["term"] for term in found] == ["weights", "KV cache", "concurrent requests"]
     assert (concurrency["logged"], concurrency["within"]) == (3.2, True)
+    log.write_text("Available KV cache memory: 11.50 GiB\n", encoding="utf-16")
+    _, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
+    assert re.search(r"KV cache +11.50 GiB +11.76 GiB", out), "as PowerShell writes it"
     log.write_text("Model loading took 73.90 GiB and 1 seconds\nAvailable KV cache memory: -1.42 GiB\n")
     code, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
     assert code == 1, "a figure is outside of its range"

@@ -230,9 +230,11 @@ def read_file(file: str, *, detect_hardware: bool = False) -> DSV4Deployment:
     name = "stdin" if file == "-" else file
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        # In some locales stdin has invalid bytes as surrogates.
+        text.encode("utf-8")
     except FileNotFoundError:
         raise bad_input(f"{name}: there is no such file") from None
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise bad_input(f"{name}: is not UTF-8 text; save the file as UTF-8") from None
     except OSError as error:
         raise bad_input(f"{name}: {error.strerror}") from None
