@@ -221,13 +221,17 @@ def write_build(file: str, deployment: DSV4Deployment, profile: ImageProfile, pl
     old: dict[str, Any] = engine.build.to_dict() if engine.build else {}
     build: dict[str, Any] = {"base": profile.name, **old}
     arguments = read_arguments(engine.extra_args)
-    flags = [each.name for each in arguments if profile.surface.flag(each.name) is None and each.name.startswith("--")]
-    variables = [each.name for each in engine.env if variable_problem(each.name, each.value, profile)]
+    # Other problems, such as a missing = or a wrong value, remain those of the file.
+    flags = [
+        each.name for each in arguments if profile.surface.flag(each.name) is None and _is_valid(flags=[each.name])
+    ]
+    problems = [(each.name, variable_problem(each.name, each.value, profile)) for each in engine.env]
+    variables = [name for name, problem in problems if problem and problem.value == name]
     formats = [value for each in arguments if each.name == "--load-format" for value in each.values]
     for name, found in (("flags", flags), ("variables", variables)):
         if listed := list(dict.fromkeys([*old.get(name, ()), *found])):
             build[name] = listed
-    if formats and formats[-1] not in profile.load_formats:
+    if formats and formats[-1] not in profile.load_formats and _is_valid(load_formats=formats[-1:]):
         build["loadFormats"] = [formats[-1], *profile.load_formats]
     planned = plan.budget_items()
     differences = memory_differences(planned, log, KV_CACHE)
@@ -249,6 +253,14 @@ def write_build(file: str, deployment: DSV4Deployment, profile: ImageProfile, pl
     with convert_os_errors("--write-build: cannot write"), Path(file).open("x", encoding="utf-8") as target:
         target.write(f"# Build of a logged start of {deployment.metadata.name}; add it to its file.\n{text}\n")
     note(f"{file} has the build of the log; add it to the file of the deployment, in place of spec.engine.profile")
+
+
+def _is_valid(**fields: list[str]) -> bool:
+    try:
+        BuildSpec.model_validate({"base": "any", **fields}, by_name=True)
+    except ValueError:
+        return False
+    return True
 
 
 _NON_TORCH = "non-torch memory"

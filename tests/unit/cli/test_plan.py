@@ -336,6 +336,25 @@ def test_the_build_of_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert not other.exists()
 
 
+def test_mistakes_of_a_file_do_not_become_part_of_a_build(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = yaml.safe_load((EXAMPLES / "flash-2x-spark.yaml").read_text())
+    given["spec"]["engine"]["extraArgs"] = ["--own-flag", "--moe-backend marlin", "--load-format=My-Format"]
+    known = {"name": "VLLM_RINGBUFFER_WARNING_INTERVAL", "value": "soon"}
+    given["spec"]["engine"]["env"] = [known, {"name": "VLLM_OWN_VARIABLE", "value": "1"}]
+    file, log, written = tmp_path / "own.yaml", tmp_path / "vllm.log", tmp_path / "build.yaml"
+    file.write_text(yaml.safe_dump(given))
+    log.write_text("Model loading took 74.10 GiB and 1 seconds\n")
+    beside = ("--state-dir", str(root), "--from-log", str(log), "--write-build", str(written))
+    _, _, err = run(capsys, str(file), *beside)
+    build = yaml.safe_load(written.read_text())["spec"]["engine"]["build"]
+    assert (build["flags"], build["variables"]) == (["--own-flag"], ["VLLM_OWN_VARIABLE"])
+    assert "loadFormats" not in build
+    assert "write --moe-backend=marlin" in err
+    assert "VLLM_RINGBUFFER_WARNING_INTERVAL" in err
+
+
 def test_explain_lists_the_sources_of_a_figure(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--state-dir", str(root), "--explain", "kv")
     assert code == 0
