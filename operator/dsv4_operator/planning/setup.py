@@ -356,8 +356,8 @@ def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Me
 def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine, profile: ImageProfile) -> str:
     """Return the subject of memory figures (model, engine, machine). Differences apply to the same subject only.
 
-    The engine is an image, a profile that the image does not have by itself, or a build with its figures of memory:
-    logged differences refer to the planned figures of that profile or build.
+    The engine is an image, a profile with other figures of memory than its own, or a build with its figures: logged
+    differences refer to the planned figures of that profile or build.
     """
     engine = deployment.spec.engine
     usual = profile_for(engine.image, deployment.spec.topology.hardware)
@@ -366,7 +366,7 @@ def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine, profile: 
         figures = (("weightsFactor", build.weights_factor), ("nonTorchGib", build.non_torch_gib))
         given = [f"{name} {value:g}" for name, value in figures if value is not None]
         of.append(" ".join([profile.name, *given]))
-    elif (engine.profile and not engine.image) or usual is None or profile.name != usual.name:
+    elif (engine.profile and not engine.image) or usual is None or profile.build != usual.build:
         of.append(profile.name)
     return f"{model.name} in {' as '.join(of) or 'the default image'} on {kind.id}"
 
