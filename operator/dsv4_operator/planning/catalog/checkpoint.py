@@ -75,7 +75,7 @@ def _reader(read: Callable[Concatenate[str, P], R]) -> Callable[Concatenate[str,
     """Decorate a reader of files in the directory of its first argument: JSON of another form is `BadCheckpoint`."""
 
     @wraps(read)
-    def reader(path: str, *args: P.args, **kwargs: P.kwargs) -> R:
+    def reader(path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return read(path, *args, **kwargs)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
