@@ -55,6 +55,7 @@ def test_few_modules_are_imported(root: Path) -> None:
     assert "dsv4_operator.cli.plan" in found
     slow = ("aiohttp", "asyncio", "jinja2", "kopf", "kubernetes", "pynvml", "ray", "torch", "urllib.request", "vllm")
     slow = (*slow, "dsv4_operator.backends.local.supervisor", "dsv4_operator.lifecycle", "dsv4_runtime.util.log_lines")
+    slow = (*slow, "dsv4_operator.backends.hosts.documents")
     assert not found & set(slow)
 
 
