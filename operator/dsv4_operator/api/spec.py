@@ -72,7 +72,7 @@ class Executor(StrEnum):
     RAY_LEGACY = "RayLegacy"
     """Ray's compiled graphs; only in images up to vLLM 0.32."""
     MP = "MP"
-    """Processes of one machine."""
+    """Processes of vLLM, without Ray; on each machine of a group dsv4 starts its own."""
 
 
 class CudagraphMode(StrEnum):

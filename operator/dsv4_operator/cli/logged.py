@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,10 @@ def read_log(file: str) -> MemoryLog:
         CommandError: the file cannot be read, or has no such figures.
     """
     try:
-        with Path(file).open(encoding="utf-8", errors="replace") as lines:
+        with Path(file).open("rb") as start:
+            # Redirections of PowerShell write UTF-16.
+            encoding = "utf-16" if start.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8"
+        with Path(file).open(encoding=encoding, errors="replace") as lines:
             log = read_memory_log(lines)
     except OSError as error:
         raise bad_input(f"--from-log: {file}: {error.strerror or error}; use a file with a vLLM log") from None
@@ -97,8 +101,9 @@ def read_log(file: str) -> MemoryLog:
 
 
 def deviates(plan: MemoryPlan, log: MemoryLog) -> bool:
-    """Return whether a figure of `log` is outside of the range of the plan."""
-    return not all(term.within for term in terms(plan, log)) or not _concurrency_within(plan, log)
+    """Return whether a figure of `log` is outside of the range of the plan, or none of them is in the plan."""
+    found = comparison_document(plan, log)
+    return not found or not all(each["within"] for each in found)
 
 
 def _concurrency_within(plan: MemoryPlan, log: MemoryLog) -> bool:
@@ -125,7 +130,7 @@ def comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
         kv = plan.kv
         rows.append(
             [
-                "concurrent requests",
+                _CONCURRENCY,
                 f"{log.concurrency:.2f}",
                 f"{kv.concurrency:.2f}",
                 f"{kv.concurrency_least:.2f} to {kv.concurrency_most:.2f}",
@@ -133,6 +138,9 @@ def comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
                 "yes" if _concurrency_within(plan, log) else "NO",
             ]
         )
+    if not rows:
+        yield "No figure of the log is in the plan: use the file of the logged start, and its complete log."
+        return
     yield render_table(["TERM", "LOGGED", "PLANNED", "RANGE", "LOGGED IS", "WITHIN"], rows)
     if largest := largest_deviation(found):
         yield (
@@ -143,8 +151,8 @@ def comparison(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
 
 
 def comparison_document(plan: MemoryPlan, log: MemoryLog) -> list[dict[str, Any]]:
-    """Return the terms of `comparison` as a document, in bytes."""
-    return [
+    """Return the terms of `comparison` as a document, in bytes, and the concurrent requests."""
+    found: list[dict[str, Any]] = [
         {
             "term": term.name,
             "loggedBytes": term.logged,
@@ -155,6 +163,19 @@ def comparison_document(plan: MemoryPlan, log: MemoryLog) -> list[dict[str, Any]
         }
         for term in terms(plan, log)
     ]
+    if log.concurrency is not None and plan.kv is not None:
+        kv = plan.kv
+        found.append(
+            {
+                "term": _CONCURRENCY,
+                "logged": log.concurrency,
+                "planned": round(kv.concurrency, 4),
+                "least": round(kv.concurrency_least, 4),
+                "most": round(kv.concurrency_most, 4),
+                "within": _concurrency_within(plan, log),
+            }
+        )
+    return found
 
 
 def _setting_differences(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
@@ -168,6 +189,17 @@ def _setting_differences(plan: MemoryPlan, log: MemoryLog) -> Iterator[str]:
         yield (
             f"The log is for gpuMemoryUtilization {log.utilization:g}, and the plan is for {share:g}; "
             f"add --what-if engine.gpuMemoryUtilization={log.utilization:g}"
+        )
+    given = plan.engine.kv_cache_memory
+    if log.reserved is not None and given is None:
+        yield (
+            f"The log is for a KV cache of fixed size, {gib(log.reserved)}; add --what-if engine.kvCacheMemory="
+            f"{round(log.reserved / 2**20)}Mi --what-if engine.gpuMemoryUtilization=null"
+        )
+    if log.kv is not None and given is not None and plan.machine.sm:
+        yield (
+            f"The plan is for kvCacheMemory {gib(given)}, and the log for a share of the memory; "
+            "add --what-if engine.kvCacheMemory=null"
         )
 
 
@@ -189,13 +221,17 @@ def write_build(file: str, deployment: DSV4Deployment, profile: ImageProfile, pl
     old: dict[str, Any] = engine.build.to_dict() if engine.build else {}
     build: dict[str, Any] = {"base": profile.name, **old}
     arguments = read_arguments(engine.extra_args)
-    flags = [each.name for each in arguments if profile.surface.flag(each.name) is None and each.name.startswith("--")]
-    variables = [each.name for each in engine.env if variable_problem(each.name, each.value, profile)]
+    # Other problems, such as a missing = or a wrong value, remain those of the file.
+    flags = [
+        each.name for each in arguments if profile.surface.flag(each.name) is None and _is_valid(flags=[each.name])
+    ]
+    problems = [(each.name, variable_problem(each.name, each.value, profile)) for each in engine.env]
+    variables = [name for name, problem in problems if problem and problem.value == name]
     formats = [value for each in arguments if each.name == "--load-format" for value in each.values]
     for name, found in (("flags", flags), ("variables", variables)):
         if listed := list(dict.fromkeys([*old.get(name, ()), *found])):
             build[name] = listed
-    if formats and formats[-1] not in profile.load_formats:
+    if formats and formats[-1] not in profile.load_formats and _is_valid(load_formats=formats[-1:]):
         build["loadFormats"] = [formats[-1], *profile.load_formats]
     planned = plan.budget_items()
     differences = memory_differences(planned, log, KV_CACHE)
@@ -219,4 +255,13 @@ def write_build(file: str, deployment: DSV4Deployment, profile: ImageProfile, pl
     note(f"{file} has the build of the log; add it to the file of the deployment, in place of spec.engine.profile")
 
 
+def _is_valid(**fields: list[str]) -> bool:
+    try:
+        BuildSpec.model_validate({"base": "any", **fields}, by_name=True)
+    except ValueError:
+        return False
+    return True
+
+
 _NON_TORCH = "non-torch memory"
+_CONCURRENCY = "concurrent requests"

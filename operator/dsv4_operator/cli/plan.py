@@ -58,9 +58,9 @@ from dsv4_operator.planning.memory import (
     gib,
 )
 from dsv4_operator.planning.memory.plan import Change, largest_uncertainty, load_formats, longest_context
-from dsv4_operator.planning.planner import accepted_advice, with_accepted_division
+from dsv4_operator.planning.planner import accepted_advice, checked_divisions, with_accepted_division
 from dsv4_operator.planning.rules import findings
-from dsv4_operator.planning.setup import image_profile, measured_here, setup, with_settings
+from dsv4_operator.planning.setup import changed_document, image_profile, measured_here, setup, with_settings
 from dsv4_runtime.contract import GroupPlan
 
 _COLUMNS = 80
@@ -150,7 +150,8 @@ def show(
             print_line(render_document(document, form))
         else:
             by_rule = refusal is not None and refusal.reason not in _MEMORY_REASONS
-            _print(memory_text(memory, suggestions, name, formats, refused=by_rule))
+            tight = deployment.spec.engine.allow_tight
+            _print(memory_text(memory, suggestions, name, formats, refused=by_rule, allow_tight=tight))
             if log is not None:
                 _print("\n" + "\n\n".join(logged.comparison(memory, log)))
             elif memory.verdict is not FitVerdict.NO and not refusal:
@@ -294,10 +295,12 @@ def apply_changes(deployment: DSV4Deployment, changes: Sequence[str]) -> DSV4Dep
     """
     if not changes:
         return deployment
+    settings = dict(_parse_change(change) for change in changes)
     try:
-        return with_settings(deployment, dict(_parse_change(change) for change in changes))
+        return with_settings(deployment, settings)
     except InvalidDeployment as error:
-        raise invalid("--what-if", error.findings) from None
+        found = checked_divisions(lambda: changed_document(deployment, settings), error.findings)
+        raise invalid("--what-if", found) from None
 
 
 def _parse_change(change: str) -> tuple[str, Any]:
@@ -327,12 +330,18 @@ def _rank_ranges(ranks: Sequence[RankPlan]) -> list[_RankRange]:
 
 
 def memory_text(
-    plan: MemoryPlan, changes: Sequence[Change], title: str, formats: Sequence[str] = (), *, refused: bool = False
+    plan: MemoryPlan,
+    changes: Sequence[Change],
+    title: str,
+    formats: Sequence[str] = (),
+    *,
+    refused: bool = False,
+    allow_tight: bool = False,
 ) -> str:
     """Return the memory plan of one group as text: table, bars, KV cache, verdict, and changes that would make it fit.
 
     `formats` are the load formats of the image; `refused` is whether the plan is refused for another reason than its
-    memory.
+    memory; `allow_tight` is `spec.engine.allowTight`.
     """
     ranges = _rank_ranges(plan.ranks)
     parts = [
@@ -342,7 +351,7 @@ def memory_text(
         *_kv_cache(plan, formats),
         *_unverified(plan),
     ]
-    parts.append(_verdict(plan, refused=refused))
+    parts.append(_verdict(plan, refused=refused, allow_tight=allow_tight))
     if plan.verdict is FitVerdict.UNCERTAIN and (found := largest_uncertainty(plan)):
         item, how = found
         parts.append(
@@ -517,11 +526,11 @@ def _unverified(plan: MemoryPlan) -> Iterator[str]:
         yield "\n".join(found)
 
 
-def _verdict(plan: MemoryPlan, *, refused: bool) -> str:
+def _verdict(plan: MemoryPlan, *, refused: bool, allow_tight: bool) -> str:
     """Return whether the plan fits, with its margin or the reason."""
     rank = plan.ranks[plan.tightest]
     if plan.verdict is not FitVerdict.NO:
-        return _fitting_verdict(plan, rank, refused=refused)
+        return _fitting_verdict(plan, rank, refused=refused, allow_tight=allow_tight)
     too_heavy = rank.items[0].bytes > rank.memory_bytes
     if plan.kv is None:
         return f"{'It does not fit' if too_heavy else 'It is unknown whether it fits'}: {plan.problem}."
@@ -531,12 +540,14 @@ def _verdict(plan: MemoryPlan, *, refused: bool) -> str:
     return f"It does not fit: {plan.problem}{short}{counted}."
 
 
-def _fitting_verdict(plan: MemoryPlan, rank: RankPlan, *, refused: bool) -> str:
+def _fitting_verdict(plan: MemoryPlan, rank: RankPlan, *, refused: bool, allow_tight: bool) -> str:
     kv = plan.kv
     if plan.verdict is FitVerdict.UNCERTAIN:
         line = f"It is uncertain: {gib(plan.short_bytes)} are missing as expected ({plan.problem})"
         if kv is not None and kv.concurrency_most >= 1:
             line += f", and the best case has room for {kv.concurrency_most:.2f} requests"
+        if allow_tight:
+            return f"{line}. A cluster starts it, because spec.engine.allowTight is true."
         return f"{line}. A cluster refuses it unless spec.engine.allowTight is true."
     found = "The memory is sufficient" if refused else "It fits"
     line = f"{found}; rank {rank.rank} is the tightest and keeps {gib(rank.spare_bytes)} free beyond its reserve."

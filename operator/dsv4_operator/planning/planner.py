@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from dsv4_operator.api import DSV4Deployment, Hardware, InvalidDeployment, Reason, Severity
-from dsv4_operator.planning.catalog import GIB, NANO
-from dsv4_operator.planning.facts import Facts
+from dsv4_operator.api import DSV4Deployment, Finding, Hardware, InvalidDeployment, Reason, Severity, parse
+from dsv4_operator.planning.catalog import GIB, NANO, machine
+from dsv4_operator.planning.facts import Facts, catalog_facts
+from dsv4_operator.planning.images import usual_profile
 from dsv4_operator.planning.memory import FitVerdict, MemoryPlan, advice, memory_plan
 from dsv4_operator.planning.memory.items import BadDivision
 from dsv4_operator.planning.memory.plan import Change
@@ -156,27 +158,62 @@ def accepted_advice(chosen: Setup) -> Iterator[Change]:
 def with_accepted_division(deployment: DSV4Deployment, facts: Facts, error: BadDivision) -> DivisionRefused:
     """Return the refusal of a division that the model does not allow, with one that fits and that every rule accepts.
 
-    Divisions of the same devices come first, then the fewest further machines, then fewer.
+    Divisions of the same devices come first, then the fewest further machines, then fewer, then fewer devices of each.
     """
     topology = deployment.spec.topology
-    now, devices = topology.nodes_per_group, topology.devices_per_node
+    now, per_node = topology.nodes_per_group, topology.devices_per_node
     numbers = sorted(range(1, _MOST_NODES + 1), key=lambda number: (number != now, number < now, abs(number - now)))
-    possible = [
-        (number, tensor, number * devices // tensor)
-        for number in numbers
-        for tensor in sorted(error.sizes, reverse=True)
-        if number * devices % tensor == 0
-    ]
-    for number, tensor, stages in possible[:_MOST_TRIES]:
-        settings = {
-            "topology.nodesPerGroup": number,
-            "topology.tensorParallelSize": tensor,
-            "topology.pipelineParallelSize": stages,
-        }
-        if _accepted(deployment, facts, settings) is not None:
-            sizes = f"tensorParallelSize {tensor} with pipelineParallelSize {stages}"
-            return DivisionRefused(error, f"use {sizes}" if number == now else f"use nodesPerGroup {number}, {sizes}")
+    # Fewer devices of each machine only if no number of machines has a division, as for three devices and V4.1.
+    for devices in (per_node, *(fewer for fewer in (8, 4, 2) if fewer < per_node)):
+        possible = [
+            (number, tensor, number * devices // tensor)
+            for number in numbers
+            for tensor in sorted(error.sizes, reverse=True)
+            if number * devices % tensor == 0
+        ]
+        for number, tensor, stages in possible[:_MOST_TRIES]:
+            changed = {"topology.nodesPerGroup": number} if number != now else {}
+            changed |= {"topology.devicesPerNode": devices} if devices != per_node else {}
+            sizes = {"topology.tensorParallelSize": tensor, "topology.pipelineParallelSize": stages}
+            if _accepted(deployment, facts, changed | sizes) is not None:
+                written = "".join(f"{field.removeprefix('topology.')} {size}, " for field, size in changed.items())
+                return DivisionRefused(
+                    error, f"use {written}tensorParallelSize {tensor} with pipelineParallelSize {stages}"
+                )
     return DivisionRefused(error, "use another number of machines")
+
+
+def checked_divisions(document: Callable[[], object], findings: Sequence[Finding]) -> list[Finding]:
+    """Return the `findings` about `document`; those about its division get one that fits and that every rule accepts.
+
+    The specification itself knows the variant of the checkpoint only, and not its layers.
+    """
+    divisions = {"TensorParallelDivision", "TensorParallelSize"}
+    if {each.reason for each in findings}.isdisjoint(divisions):
+        return [*findings]
+    remedy = _division_remedy(document())
+    return [replace(each, remedy=remedy) if remedy and each.reason in divisions else each for each in findings]
+
+
+def _division_remedy(document: Any) -> str:
+    """Return the remedy for a division that the specification refuses; empty if its own is right or none is known."""
+    spec = {**document["spec"], "topology": {**document["spec"]["topology"], "tensorParallelSize": None}}
+    hardware = spec["topology"].get("hardware", Hardware.CPU)
+    engine = spec.get("engine") or {}
+    if hardware == Hardware.CPU:
+        return ""
+    if not engine.keys() & {"profile", "build", "image"}:
+        # With a profile, the specification leaves the division to the planner.
+        spec["engine"] = {**engine, "profile": usual_profile(Hardware(hardware))}
+    try:
+        made = parse({**document, "spec": spec})
+        facts = catalog_facts(made, machine(Hardware(hardware)), state_root="", weights_root="")
+        setup(made, facts)
+    except DivisionRefused as refused:
+        return with_accepted_division(made, facts, refused.error).findings[0].remedy
+    except (InvalidDeployment, PlanRefused):
+        return ""
+    return ""
 
 
 _MOST_TRIES = 16
@@ -249,7 +286,7 @@ def _expectations(chosen: Setup, members: Sequence[Placement]) -> Expectations:
         weights_bytes=max(rank.items[0].bytes for rank in memory.ranks),
         kv_tokens=kv_tokens,
         kv_concurrency=kv_concurrency,
-        memory_of=memory_of(chosen.deployment, chosen.model, machine),
+        memory_of=memory_of(chosen.deployment, chosen.model, machine, chosen.profile),
         memory=plain.budget_items(),
     )
 

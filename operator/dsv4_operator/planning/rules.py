@@ -20,7 +20,7 @@ from dsv4_operator.api import (
 from dsv4_operator.api.values import format_duration
 from dsv4_operator.planning.catalog import GIB, machine_named
 from dsv4_operator.planning.facts import Facts
-from dsv4_operator.planning.images import variable_problem
+from dsv4_operator.planning.images import profiles, variable_problem
 from dsv4_operator.planning.images.surface import argument_problems
 from dsv4_operator.planning.setup import B12X_FLAGS, Setup, setup
 from dsv4_runtime.contract.kernels import B12X, Op
@@ -223,8 +223,9 @@ def _tables_on_disk(chosen: Setup) -> Iterator[Broken]:
         yield Broken(field, value, f"requires a checkpoint with tables, and {chosen.model.name} has none", "remove it")
     elif not chosen.profile.tables_on_disk and not chosen.gives("--engram-config"):
         problem = f"is not supported by the image {chosen.profile.name}"
-        remedy = "write memory, or add the --engram-config of the build to spec.engine.extraArgs"
-        yield Broken(field, value, problem, remedy)
+        able = " or ".join(one.name for one in profiles() if chosen.hardware in one.hardware and one.tables_on_disk)
+        use = f"set spec.engine.profile to {able}, or " if able and chosen.spec.engine.build is None else ""
+        yield Broken(field, value, problem, f"{use}add the --engram-config of the build to spec.engine.extraArgs")
 
 
 _SM12X = "vLLM 0.33, models/deepseek_v4/nvidia/model.py, _select_dsv4_attn_cls"
@@ -291,7 +292,13 @@ def _image_hardware(chosen: Setup) -> Iterator[Broken]:
     profile = chosen.profile
     if chosen.hardware not in profile.hardware:
         problem = f"is not built for {chosen.hardware}, only for {', '.join(profile.hardware)}"
-        yield Broken("spec.engine.profile", profile.name, problem)
+        engine = chosen.spec.engine
+        base = engine.build.base if engine.build else None
+        named = (("build.base", base), ("profile", engine.profile), ("image", engine.image), ("profile", profile.name))
+        field, value = next((field, value) for field, value in named if value)
+        fitting = ", ".join(one.name for one in profiles() if chosen.hardware in one.hardware)
+        remedy = "use another image" if field == "image" else f"use one of {fitting}"
+        yield Broken(f"spec.engine.{field}", value, problem, remedy)
 
 
 def _unpinned_image(chosen: Setup) -> Iterator[Broken]:
@@ -606,7 +613,7 @@ RULES = (
     ),
     Rule(
         "ImageHardware", Severity.REFUSE, "an image that is not built for the hardware",
-        _image_hardware, "use another image", "the sources of the image profile",
+        _image_hardware, "", "the sources of the image profile",
     ),
     Rule(
         "UnpinnedImage", Severity.WARN, "an image by tag instead of by digest",

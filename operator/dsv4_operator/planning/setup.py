@@ -283,6 +283,11 @@ def with_settings(deployment: DSV4Deployment, settings: Mapping[str, object]) ->
     Raises:
         InvalidDeployment: the result is invalid, or a path leads through a value that is no mapping.
     """
+    return parse(changed_document(deployment, settings))
+
+
+def changed_document(deployment: DSV4Deployment, settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return the manifest of `with_settings`, which may be invalid."""
     document = deployment.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
     document |= {"apiVersion": deployment.api_version, "kind": deployment.kind}
     spec = document.setdefault("spec", {})
@@ -290,7 +295,7 @@ def with_settings(deployment: DSV4Deployment, settings: Mapping[str, object]) ->
         spec.get("topology", {}).pop("tensorParallelSize", None)
     for path, value in settings.items():
         _set_field(spec, path.split("."), value)
-    return parse(document)
+    return document
 
 
 _TENSOR = "topology.tensorParallelSize"
@@ -334,7 +339,7 @@ def _catalog_machine(node: NodeFacts) -> Machine:
 
 def measured_here(deployment: DSV4Deployment, facts: Facts, model: Model, kind: Machine) -> Measured | None:
     """Return the logged memory of an earlier start with the same model, image and machine; None without one."""
-    of = memory_of(deployment, model, kind)
+    of = memory_of(deployment, model, kind, image_profile(deployment, facts))
     return next((measured for measured in facts.measured if measured.of == of), None)
 
 
@@ -348,11 +353,22 @@ def measured_of(status: DeploymentStatus, before: int | None = None) -> tuple[Me
     )
 
 
-def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine) -> str:
-    """Return the subject of memory figures (model, image, machine). Differences apply to the same subject only."""
+def memory_of(deployment: DSV4Deployment, model: Model, kind: Machine, profile: ImageProfile) -> str:
+    """Return the subject of memory figures (model, engine, machine). Differences apply to the same subject only.
+
+    The engine is an image, a profile with other figures of memory than its own, or a build with its figures: logged
+    differences refer to the planned figures of that profile or build.
+    """
     engine = deployment.spec.engine
-    own = f"{engine.build.base}-own" if engine.build else None
-    return f"{model.name} in {engine.image or engine.profile or own or 'the default image'} on {kind.id}"
+    usual = profile_for(engine.image, deployment.spec.topology.hardware)
+    of = [engine.image] if engine.image else []
+    if (build := engine.build) is not None:
+        figures = (("weightsFactor", build.weights_factor), ("nonTorchGib", build.non_torch_gib))
+        given = [f"{name} {value:g}" for name, value in figures if value is not None]
+        of.append(" ".join([profile.name, *given]))
+    elif (engine.profile and not engine.image) or usual is None or profile.build != usual.build:
+        of.append(profile.name)
+    return f"{model.name} in {' as '.join(of) or 'the default image'} on {kind.id}"
 
 
 def image_profile(deployment: DSV4Deployment, facts: Facts | None = None) -> ImageProfile:

@@ -55,6 +55,7 @@ def test_few_modules_are_imported(root: Path) -> None:
     assert "dsv4_operator.cli.plan" in found
     slow = ("aiohttp", "asyncio", "jinja2", "kopf", "kubernetes", "pynvml", "ray", "torch", "urllib.request", "vllm")
     slow = (*slow, "dsv4_operator.backends.local.supervisor", "dsv4_operator.lifecycle", "dsv4_runtime.util.log_lines")
+    slow = (*slow, "dsv4_operator.backends.hosts.documents")
     assert not found & set(slow)
 
 
@@ -102,6 +103,9 @@ def test_an_uncertain_plan_has_its_own_exit_code(root: Path, capsys: pytest.Capt
     assert memory["kv"]["concurrencyLeast"] < memory["kv"]["concurrency"] < 1 < memory["kv"]["concurrencyMost"]
     assert memory["advice"]
     assert memory["measurement"]["how"]
+    assert "A cluster refuses it unless spec.engine.allowTight is true." in out
+    code, out, _ = run(capsys, file, "--state-dir", str(root), *tight, "--what-if", "engine.allowTight=true")
+    assert (code, "A cluster starts it, because spec.engine.allowTight is true." in out) == (3, True)
 
 
 def test_a_plan_has_contexts_by_users_and_the_cost_of_load_formats(
@@ -154,6 +158,17 @@ def test_a_wrong_manifest_is_answered_as_a_document_too(
     assert err.startswith(f"error: {file}: spec: ")
 
 
+def test_standard_input_that_is_not_utf_8(root: Path) -> None:
+    """In the locale C Python reads invalid bytes as surrogates."""
+    command = [sys.executable, "-c", "from dsv4_operator.cli.main import main; main()", "plan", "-"]
+    for locale in ("C", "C.UTF-8"):
+        done = subprocess.run(
+            [*command, "--state-dir", str(root)], input=b"a\xffb", capture_output=True, timeout=120, check=False,
+            env={**os.environ, "LC_ALL": locale},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (2, b"error: stdin: is not UTF-8 text; save the file as UTF-8\n")
+
+
 def test_warnings_are_findings_of_the_document(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(EXAMPLES / "flash-2x-spark.yaml")
     found = document(capsys, file, root, "--what-if", "engine.cudagraphMode=None")
@@ -192,6 +207,38 @@ def test_three_machines_in_stages(root: Path, capsys: pytest.CaptureFixture[str]
     assert "tensor parallel 1, 3 stages" in out
 
 
+@pytest.mark.parametrize("checkpoint", ["V4-Flash", "V4.1-Flash", "V4-Pro"])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        {"hardware": "GB10", "nodesPerGroup": 3},
+        {"hardware": "GB10", "nodesPerGroup": 3, "tensorParallelSize": 2},
+        {"hardware": "GB10", "nodesPerGroup": 7},
+        {"hardware": "RTXPRO6000", "nodesPerGroup": 2, "devicesPerNode": 3},
+    ],
+    ids=["3", "3 in twos", "7", "2 x 3"],
+)
+def test_a_division_that_is_advised_is_accepted(
+    topology: dict[str, Any], checkpoint: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rules of the specification know the variant only, and the layers of V4.1 have no three stages."""
+    file = tmp_path / "a.yaml"
+    variant = "Pro" if "Pro" in checkpoint else "Flash"
+    spec = {"model": {"variant": variant, "source": {"path": f"/m/DeepSeek-{checkpoint}"}}, "topology": topology}
+    made = {"apiVersion": "dsv4.dev/v1beta1", "kind": "DSV4Deployment", "metadata": {"name": "a"}, "spec": spec}
+    file.write_text(yaml.safe_dump(made))
+    code, out, _ = run(capsys, str(file), "--state-dir", str(root), "-o", "json")
+    (found,) = json.loads(out)["findings"]
+    assert code == 2
+    assert found["reason"] in ("TensorParallelDivision", "TensorParallelSize")
+    spec["topology"] = topology | {
+        name: int(size) for name, size in re.findall(r"(\w+) (\d+)", found["remedy"].removeprefix("use "))
+    }
+    file.write_text(yaml.safe_dump(made))
+    code, _, err = run(capsys, str(file), "--state-dir", str(root))
+    assert code == 0, err
+
+
 def test_sixteen_devices_of_one_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(EXAMPLES / "pro-8x-rtx-pro-6000.yaml")
     code, out, _ = run(capsys, file, "--state-dir", str(root), "--what-if", "topology.devicesPerNode=16")
@@ -212,7 +259,12 @@ def test_a_plan_beside_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(r"KV cache +11.50 GiB +11.76 GiB", out)
     assert re.search("262,144 tokens per request.* 131,072; add --what-if engine.maxModelLen=262144", out)
     _, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log), "-o", "json")
-    assert [term["term"] for term in json.loads(out)["log"]] == ["weights", "KV cache"]
+    *_, concurrency = found = json.loads(out)["log"]
+    assert [term["term"] for term in found] == ["weights", "KV cache", "concurrent requests"]
+    assert (concurrency["logged"], concurrency["within"]) == (3.2, True)
+    log.write_text("Available KV cache memory: 11.50 GiB\n", encoding="utf-16")
+    _, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
+    assert re.search(r"KV cache +11.50 GiB +11.76 GiB", out), "as PowerShell writes it"
     log.write_text("Model loading took 73.90 GiB and 1 seconds\nAvailable KV cache memory: -1.42 GiB\n")
     code, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
     assert code == 1, "a figure is outside of its range"
@@ -221,6 +273,37 @@ def test_a_plan_beside_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureF
     code, out, err = run(capsys, file, "--state-dir", str(root), "--from-log", str(log))
     assert (code, out) == (2, "")
     assert f"{log} contains no memory figures" in err
+
+
+def test_a_document_names_the_figure_outside_its_range(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("Maximum concurrency for 131,072 tokens per request: 9.99x\n")
+    file = str(EXAMPLES / "flash-2x-rtx-pro-6000.yaml")
+    code, out, _ = run(capsys, file, "--state-dir", str(root), "--from-log", str(log), "-o", "json")
+    (found,) = json.loads(out)["log"]
+    assert (code, found["term"], found["logged"], found["within"]) == (1, "concurrent requests", 9.99, False)
+    assert found["least"] <= found["planned"] <= found["most"] < 9.99
+
+
+def test_a_log_of_a_start_with_other_settings_of_the_cache(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("Initial free memory 90.1 GiB, reserved 12.0 GiB memory for KV Cache as specified\n")
+    beside = (str(EXAMPLES / "flash-2x-rtx-pro-6000.yaml"), "--state-dir", str(root), "--from-log", str(log))
+    code, out, _ = run(capsys, *beside)
+    assert code == 1, "nothing was compared"
+    assert "No figure of the log is in the plan: " in out
+    (advice,) = re.findall(r"a KV cache of fixed size, 12.00 GiB; add (.*)", out)
+    assert advice == "--what-if engine.kvCacheMemory=12288Mi --what-if engine.gpuMemoryUtilization=null"
+    code, out, _ = run(capsys, *beside, *advice.split())
+    assert code == 0
+    assert re.search(r"KV cache +12.00 GiB +12.00 GiB .* yes", out)
+    log.write_text("Available KV cache memory: 11.50 GiB\n")
+    _, out, _ = run(capsys, *beside, *advice.split())
+    assert "add --what-if engine.kvCacheMemory=null" in out
 
 
 def test_the_build_of_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +335,25 @@ def test_the_build_of_a_log(root: Path, tmp_path: Path, capsys: pytest.CaptureFi
     other = tmp_path / "other.yaml"
     assert "too far from the plan" in run(capsys, *beside, "--write-build", str(other))[2]
     assert not other.exists()
+
+
+def test_mistakes_of_a_file_do_not_become_part_of_a_build(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = yaml.safe_load((EXAMPLES / "flash-2x-spark.yaml").read_text())
+    given["spec"]["engine"]["extraArgs"] = ["--own-flag", "--moe-backend marlin", "--load-format=My-Format"]
+    known = {"name": "VLLM_RINGBUFFER_WARNING_INTERVAL", "value": "soon"}
+    given["spec"]["engine"]["env"] = [known, {"name": "VLLM_OWN_VARIABLE", "value": "1"}]
+    file, log, written = tmp_path / "own.yaml", tmp_path / "vllm.log", tmp_path / "build.yaml"
+    file.write_text(yaml.safe_dump(given))
+    log.write_text("Model loading took 74.10 GiB and 1 seconds\n")
+    beside = ("--state-dir", str(root), "--from-log", str(log), "--write-build", str(written))
+    _, _, err = run(capsys, str(file), *beside)
+    build = yaml.safe_load(written.read_text())["spec"]["engine"]["build"]
+    assert (build["flags"], build["variables"]) == (["--own-flag"], ["VLLM_OWN_VARIABLE"])
+    assert "loadFormats" not in build
+    assert "write --moe-backend=marlin" in err
+    assert "VLLM_RINGBUFFER_WARNING_INTERVAL" in err
 
 
 def test_explain_lists_the_sources_of_a_figure(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,12 @@ import json
 import shutil
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsv4_operator.api import Hardware, load
-from dsv4_operator.backends.local.facts import model_here, read_checkpoint
+from dsv4_operator.backends.local.facts import model_here, read_checkpoint, read_header
 from dsv4_operator.planning.catalog import Machine, machine, machine_named, machines, model, model_for, models
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files
 from dsv4_operator.planning.catalog.records import Model, Part
@@ -171,6 +172,13 @@ def test_the_nano_checkpoint_agrees_to_the_byte(nano: Path) -> None:
         )
 
 
+def headers_of(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        file.name: read_header(file.name, file.read_bytes(), file.stat().st_size)
+        for file in folder.glob("*.safetensors")
+    }
+
+
 def test_an_incomplete_checkpoint_is_not_read(nano: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(nano, tmp_path / "DeepSeek-V4-Flash"))
     assert model_here(load(FLASH % copy).spec.model) is not None
@@ -205,6 +213,31 @@ def test_another_architecture_is_refused(nano: Path, tmp_path: Path) -> None:
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadCheckpoint, match="lacks o_groups"):
         read_checkpoint(copy, "Nano")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": "many"}, "hidden_size: 'many' is not a whole number"),
+        ({"num_hidden_layers": "x"}, "num_hidden_layers: 'x'"),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0"),
+        ({"vocab_size": 1.5}, "vocab_size: 1.5"),
+        ({"compress_ratios": None}, "values of a wrong kind"),
+        ({"compress_ratios": ["a"] * 99}, "values of a wrong kind"),
+        ({"architectures": {"a": 1}}, "values of a wrong kind"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(change: dict[str, object], named: str, nano: Path) -> None:
+    config = json.loads((nano / "config.json").read_text())
+    with pytest.raises(BadCheckpoint, match=named):
+        model_from_files("/m/a", "Nano", config | change, headers_of(nano))
+
+
+def test_headers_of_another_form_are_an_error(nano: Path) -> None:
+    config = json.loads((nano / "config.json").read_text())
+    for header in ({"layers.0.x": {"data_offsets": [0, 1]}}, {"layers.0.x": {"dtype": "I8", "data_offsets": [1]}}):
+        with pytest.raises(BadCheckpoint, match="values of a wrong kind"):
+            model_from_files("/m/a", "Nano", config, headers_of(nano) | {"other": header})
 
 
 # Names of V4.1's tensors that V4 does not have, as vLLM's `models/deepseek_v41` loads them, and some of V4's.

@@ -71,6 +71,7 @@ def test_without_an_image_the_hardware_decides() -> None:
         (["--seed", "x"], "x", "write for example 1"),
         (["--seed"], "--seed", "write --seed=VALUE"),
         (["--moe-backend=marlinn"], "marlinn", "did you mean marlin?"),
+        (["--load-format=instantensor"], "instantensor", "did you mean instanttensor?"),
         (["--watermark=1.0"], "1.0", "write less than 1"),
         (["--block-size", "0"], "0", "write more than 0"),
         (["--max-logprobs", "-2"], "-2", "the minimum is -1"),
@@ -100,6 +101,7 @@ def test_arguments_that_the_parser_refuses_are_reported(args: list[str], value: 
         ["-cc.mode", "3"],
         ["--max-num-scheduled-tokens", "4k"],
         ["--cudagraph-capture-sizes", "1", "2", "4"],
+        ["--load-format", "runai_streamer"],
         ["--api-key", "a", "b"],
         ["--kernel-config", '{"enable_jit_warmup": true}'],
     ],
@@ -182,6 +184,8 @@ def test_a_custom_build_differs_from_its_base_only_in_declared_fields() -> None:
     assert own.surface.flag("--own") == "--own"
     assert base.surface.flag("--own") is None
     assert variable_problem("VLLM_OWN", "1", own) is None
+    assert [*argument_problems(["--load-format=own"], own.surface)] == []
+    assert [*argument_problems(["--load-format=own"], base.surface)]
     assert (own.load_formats, own.kv_cache_dtypes, own.speculative) == (("own",), ("fp8",), ("dspark",))
     assert own.dspark_least_tokens == 7
     assert 3 in own.build.padded_tensor

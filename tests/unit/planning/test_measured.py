@@ -130,13 +130,50 @@ def test_measurements_apply_to_one_model_image_and_machine() -> None:
     made = parse({"apiVersion": "dsv4.dev/v1alpha1", "kind": "DSV4Deployment", "metadata": {"name": "a"}, "spec": spec})
     facts = catalog_facts(made, machine(made.spec.topology.hardware), state_root="/s", weights_root="/w")
     plain = setup(made, facts)
-    of = memory_of(made, plain.model, plain.machine)
+    of = memory_of(made, plain.model, plain.machine, plain.profile)
     assert of == "V4-Flash in the default image on gb10"
     same = replace(facts, measured=(Measured(of, "2026-11-23", {"non-torch memory": GIB}),))
     assert setup(made, same).memory.ranks[0].kv_available == plain.memory.ranks[0].kv_available - GIB
     for other in ("V4-Flash in the default image on gb10-64gb", "V4-Pro in the default image on gb10"):
         others = replace(facts, measured=(Measured(other, "2026-11-23", {"non-torch memory": GIB}),))
         assert setup(made, others).memory == plain.memory
+
+
+def test_measurements_do_not_apply_to_another_profile_or_build_of_an_image() -> None:
+    """Differences refer to the planned figures of one profile: with a build that has them, they would count twice."""
+    image = "registry.example/own@sha256:" + "ab" * 32
+
+    def found(engine: dict[str, object], start: dict[str, object] | None = None) -> int:
+        """Return the KV cache of `engine` after a start with `start`, which had 5 GiB more non-torch memory."""
+        made, started = (
+            parse(
+                {
+                    "apiVersion": "dsv4.dev/v1alpha1",
+                    "kind": "DSV4Deployment",
+                    "metadata": {"name": "a"},
+                    "spec": {
+                        "model": {"variant": "Flash", "source": {"path": "/m/DeepSeek-V4-Flash"}},
+                        "topology": {"hardware": "GB10", "nodesPerGroup": 2},
+                        "engine": {"maxModelLen": 131_072, **each},
+                    },
+                }
+            )
+            for each in (engine, start or engine)
+        )
+        facts = catalog_facts(made, machine(made.spec.topology.hardware), state_root="/s", weights_root="/w")
+        before = setup(started, facts)
+        of = memory_of(started, before.model, before.machine, before.profile)
+        facts = replace(facts, measured=(Measured(of, "2026-11-23", {"non-torch memory": 5 * GIB}),))
+        return setup(made, facts).memory.ranks[0].kv_available // GIB
+
+    build = {"base": "spark-b12x", "nonTorchGib": 1.5}
+    more = {"base": "spark-b12x", "nonTorchGib": 6.5}
+    assert found({"build": more}, {"build": build}) == found({"build": build})
+    assert found({"image": image, "build": more}, {"image": image, "build": build}) == found({"build": build})
+    other = {"image": image, "profile": "spark-b12x"}
+    assert found(other, {"image": image, "profile": "vllm-0.33"}) == found(other) + 5
+    stock = {"image": "vllm/vllm-openai:v0.33.0"}
+    assert found({**stock, "profile": "vllm-0.33"}, stock) == found(stock), "the profile that the image has by itself"
 
 
 def test_an_incarnation_does_not_change_its_own_plan() -> None:

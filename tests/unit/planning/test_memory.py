@@ -111,6 +111,12 @@ def test_buffers_of_the_loader_reduce_the_cache_on_unified_memory_only(tensor: i
     assert {item.name: item.bytes for item in bounded.ranks[0].items}["load format"] == int(0.46 * 1.5 * GIB)
 
 
+def test_buffers_of_a_load_format_without_a_log_are_uncertain() -> None:
+    for name, most in (("own_format", 2 * GIB), ("runai_streamer", 2 * GIB), ("safetensors", 0), ("ipc_cache", 0)):
+        plan = memory_plan(model("V4-Flash"), SPARK, Parallel(2), replace(SMALL, load_format=name))
+        assert sum(item.most for item in plan.ranks[0].items if item.name == "load format") == most
+
+
 @pytest.mark.parametrize("case", verdicts(), ids=lambda case: case.name)
 def test_known_verdicts(case: Case) -> None:
     assert case.right, f"{case.planned}, and it {'served' if case.known else 'did not'}"

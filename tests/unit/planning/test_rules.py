@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from dsv4_operator.api import DSV4Deployment, Finding, Severity, load, parse
 from dsv4_operator.planning import Facts, catalog_facts
 from dsv4_operator.planning.catalog import machine
+from dsv4_operator.planning.images import profiles
 from dsv4_operator.planning.rules import RULES, findings
+from dsv4_operator.planning.setup import with_settings
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,6 +45,7 @@ def broken(made: DSV4Deployment, facts: Facts | None = None) -> dict[str, Findin
 
 
 RTX, CPU = "RTXPRO6000", "CPU"
+B12X_IMAGE = "eugr/spark-vllm-b12x@sha256:" + "ab" * 32
 DSPARK, NANO = "DeepSeek-V4-Flash-0731", "DeepSeek-V4-Nano"
 
 
@@ -132,6 +136,13 @@ CASES = [
         8,
     ),
     ("ImageHardware", deployment(RTX, engine={"profile": "spark-b12x"}), "spec.engine.profile", "spark-b12x"),
+    (
+        "ImageHardware",
+        deployment(RTX, engine={"build": {"base": "spark-b12x"}}),
+        "spec.engine.build.base",
+        "spark-b12x",
+    ),
+    ("ImageHardware", deployment(RTX, engine={"image": B12X_IMAGE}), "spec.engine.image", B12X_IMAGE),
     (
         "UnpinnedImage",
         deployment(engine={"image": "vllm/vllm-openai:v0.33.0"}),
@@ -256,6 +267,21 @@ ABOUT_FACTS = {
     "DriverChanged",
     "DriversDiffer",
 }
+
+
+def test_profiles_that_a_remedy_names_are_accepted() -> None:
+    """Otherwise the remedy leads to the next refusal."""
+    for made, rule, changed in (
+        (deployment(model="DeepSeek-V4.1-Flash", model_tables="disk"), "TablesOnDisk", "profile"),
+        (deployment(RTX, model="DeepSeek-V4.1-Flash", model_tables="disk"), "TablesOnDisk", "profile"),
+        (deployment(RTX, engine={"profile": "spark-b12x"}), "ImageHardware", "profile"),
+        (deployment(engine={"build": {"base": "vllm-cpu-0.32"}}), "ImageHardware", "build.base"),
+    ):
+        remedy = broken(made)[rule].remedy
+        named = [one.name for one in profiles() if re.search(rf"\b{re.escape(one.name)}\b", remedy)]
+        assert named
+        for name in named:
+            assert rule not in broken(with_settings(made, {f"engine.{changed}": name})), name
 
 
 @pytest.mark.parametrize(("rule", "made", "field", "value"), CASES)

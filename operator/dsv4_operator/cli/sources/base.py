@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, Finding, GroupStatus, Hardware, InvalidDeployment, load
+from dsv4_operator.api.deployment import read_document
 from dsv4_operator.api.values import ValueReason
 from dsv4_operator.cli.output import CommandError, ExitCode, LogOptions, bad_input, invalid, note
 from dsv4_operator.planning import Facts
 from dsv4_operator.planning.catalog import Machine
 from dsv4_operator.planning.memory import Measured
+from dsv4_operator.planning.planner import checked_divisions
 from dsv4_runtime.contract import Process
 from dsv4_runtime.contract.gateway import api_keys
 
@@ -228,9 +230,11 @@ def read_file(file: str, *, detect_hardware: bool = False) -> DSV4Deployment:
     name = "stdin" if file == "-" else file
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        # In some locales stdin has invalid bytes as surrogates.
+        text.encode("utf-8")
     except FileNotFoundError:
         raise bad_input(f"{name}: there is no such file") from None
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise bad_input(f"{name}: is not UTF-8 text; save the file as UTF-8") from None
     except OSError as error:
         raise bad_input(f"{name}: {error.strerror}") from None
@@ -253,7 +257,7 @@ def read_file(file: str, *, detect_hardware: bool = False) -> DSV4Deployment:
     try:
         return load(text, hardware if detect_hardware else None)
     except InvalidDeployment as error:
-        findings = list(error.findings)
+        findings = checked_divisions(lambda: read_document(text), error.findings)
         if any(missing):
             message = f"is not set and defaults to {Hardware.CPU}, because on this machine {missing[0]}"
             findings.insert(0, Finding("spec.topology.hardware", ValueReason.REQUIRED, message))

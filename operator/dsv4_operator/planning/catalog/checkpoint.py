@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from dsv4_operator.planning.catalog.records import Division, Model, Part, Source, Speculative, WeightComponent
 from dsv4_operator.planning.catalog.tables import models
@@ -49,6 +50,8 @@ _FIELDS = {
     "vocab": "vocab_size",
     "max_positions": "max_position_embeddings",
 }
+_OPTIONAL = ("n_shared_experts", "num_hash_layers")
+"""Fields that may be 0."""
 _V41 = "DeepseekV41ForCausalLM"
 _SOURCES = "kv_source_layer_ids"
 """Field of V4.1 with the layers that have a compressed cache."""
@@ -64,6 +67,27 @@ class BadCheckpoint(Exception):
     """The files are not a DeepSeek-V4 checkpoint, or damaged; the text names the file and the remedy."""
 
 
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def _reader(read: Callable[Concatenate[str, P], R]) -> Callable[Concatenate[str, P], R]:
+    """Decorate a reader of files in the directory of its first argument: JSON of another form is `BadCheckpoint`."""
+
+    @wraps(read)
+    def reader(path: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return read(path, *args, **kwargs)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise BadCheckpoint(
+                f"{path}: config.json or a safetensors file has values of a wrong kind ({reason}); download them again"
+            ) from None
+
+    return reader
+
+
+@_reader
 def model_from_files(
     path: str, variant: str, config: Mapping[str, Any], headers: Mapping[str, Mapping[str, Any]]
 ) -> Model:
@@ -138,9 +162,17 @@ def _language_model(path: str, config: Mapping[str, Any]) -> tuple[str, Mapping[
     missing = [key for key in needed if key not in config]
     if missing:
         raise BadCheckpoint(f"{path}/config.json lacks {', '.join(missing)}; download the file again")
+    for key in (*_FIELDS.values(), "num_hidden_layers"):
+        least = 0 if key in _OPTIONAL else 1
+        if type(config[key]) is not int or config[key] < least:
+            raise BadCheckpoint(
+                f"{path}/config.json: {key}: {config[key]!r} is not a whole number from {least} on; "
+                "download the file again"
+            )
     return architecture, config
 
 
+@_reader
 def model_of_config(path: str, config: Mapping[str, Any]) -> Model:
     """Return the checkpoint of the catalog with the body in `config`, of several the greatest.
 

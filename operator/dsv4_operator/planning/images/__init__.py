@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
 
@@ -79,10 +79,22 @@ class ImageProfile:
     @property
     def surface(self) -> Surface:
         """Return the flags and variables of the engine."""
-        found = surface(self.surface_name)
-        if not self.extra_flags:
-            return found
-        return replace(found, flags={**found.flags, **dict.fromkeys(self.extra_flags, Accepts("*"))})
+        return _surface(self.surface_name, self.extra_flags, self.load_formats)
+
+
+_LOAD_FORMATS = (
+    *("auto", "bitsandbytes", "dummy", "fastsafetensors", "gguf", "hf", "instanttensor", "ipc_cache", "mistral"),
+    *("modelexpress", "npcache", "pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+    "tensorizer",
+)
+"""vLLM 0.32, model_executor/model_loader, and two formats of earlier versions; its parser accepts any text."""
+
+
+@lru_cache(maxsize=256)
+def _surface(name: str, extra_flags: frozenset[str], load_formats: tuple[str, ...]) -> Surface:
+    found = surface(name)
+    formats = Accepts(choices=tuple(dict.fromkeys((*load_formats, *_LOAD_FORMATS))))
+    return replace(found, flags={**found.flags, "--load-format": formats, **dict.fromkeys(extra_flags, Accepts("*"))})
 
 
 @cache
@@ -131,13 +143,18 @@ def own_profile(build: BuildSpec) -> ImageProfile:
     )
 
 
+def usual_profile(hardware: Hardware) -> str:
+    """Return the name of the default profile for `hardware`."""
+    return _DEFAULTS.get(hardware, _USUAL)
+
+
 def profile_for(image: str | None, hardware: Hardware) -> ImageProfile | None:
     """Return the profile of `image` by the longest matching prefix; None if there is none.
 
     Without an image: the default profile for `hardware`.
     """
     if image is None:
-        return profile_named(_DEFAULTS.get(hardware, _USUAL))
+        return profile_named(usual_profile(hardware))
     matching = [(len(begin), profile) for profile in profiles() for begin in profile.images if _begins(image, begin)]
     return max(matching, key=lambda pair: pair[0])[1] if matching else None
 

@@ -235,8 +235,12 @@ of them in device memory, and pinned windows for its own."""
 _HELD = Range(0.08, 0.46, 0.93)
 """Part of InstantTensor's buffers in use on unified memory when vLLM sizes the KV cache: 4.4 to 5.6 of 6 GiB in a test
 of this variable alone on two GB10 (three starts an arm), 0 to 3 GiB in starts of b12x builds."""
-_OTHER_LOADERS = {"fastsafetensors": Range(0.0, 0.2, 2.0), "b12x": Range(0.0, 0.2, 2.0)}
-"""GiB in use on unified memory when vLLM sizes the KV cache; no log of them exists."""
+_WITHOUT_BUFFERS = frozenset(
+    {"auto", "dummy", "hf", "ipc_cache", "mistral", "npcache", "pt", "safetensors", "sharded_state"}
+)
+"""Load formats that read files in place, or no files."""
+_OTHER_LOADERS = Range(0.0, 0.2, 2.0)
+"""GiB of other load formats in use on unified memory when vLLM sizes the KV cache; no log of them exists."""
 _INDEXER_ROW = 144_000
 """Bytes of b12x's indexer workspace for a token of a step: 1124 MiB for 8192."""
 _SPLIT_ROWS = 16_384
@@ -296,10 +300,10 @@ def load_format_item(parallel: Parallel, engine: EngineSettings) -> Item | None:
     if engine.load_format == INSTANT:
         buffers = sum(_instant_buffers(parallel, engine)) / GIB
         held = Range(_HELD.least * buffers, _HELD.expected * buffers, _HELD.most * buffers)
-    elif engine.load_format in _OTHER_LOADERS:
-        held = _OTHER_LOADERS[engine.load_format]
-    else:
+    elif engine.load_format in _WITHOUT_BUFFERS:
         return None
+    else:
+        held = _OTHER_LOADERS
     return ranged("load format", held, MemoryPool.BUDGET, f"buffers of {engine.load_format} in use after the load")
 
 

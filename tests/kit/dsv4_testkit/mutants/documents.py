@@ -292,6 +292,27 @@ DOCUMENTS = (
         ("tests/unit/cli/test_plan.py",),
     ),
     Mutant(
+        "measured memory applies to every build of an image",
+        f"{_OPERATOR}/planning/setup.py",
+        '        of.append(" ".join([profile.name, *given]))',
+        "        of.append(profile.name)",
+        ("tests/unit/planning/test_measured.py",),
+    ),
+    Mutant(
+        "a division is advised without a look at the layers",
+        f"{_OPERATOR}/planning/planner.py",
+        "        return with_accepted_division(made, facts, refused.error).findings[0].remedy\n    except",
+        '        return ""\n    except',
+        ("tests/unit/cli/test_plan.py",),
+    ),
+    Mutant(
+        "any load format is accepted",
+        f"{_OPERATOR}/planning/images/__init__.py",
+        "    formats = Accepts(choices=tuple(dict.fromkeys((*load_formats, *_LOAD_FORMATS))))",
+        "    formats = Accepts()",
+        ("tests/unit/planning/test_images.py",),
+    ),
+    Mutant(
         "a measured start does not narrow the interval",
         f"{_OPERATOR}/planning/memory/plan.py",
         "    if measured is not None:\n        change",
