@@ -129,15 +129,19 @@ class Upstream(asyncio.Protocol):
         self._transport.write(_SSE)
         if think := float(asked.get("think", 0.0)):
             await asyncio.sleep(think)
-        for index in range(int(asked.get("tokens", asked.get("max_tokens", 16)))):
+        count = int(asked.get("tokens", asked.get("max_tokens", 16)))
+        for index in range(count):
+            if index:
+                await asyncio.sleep(float(asked.get("pause", PAUSE)))
+            # As in vLLM, the last token has the reason, and the end follows at once.
+            finish = "length" if index == count - 1 else None
             choice = {
-                **{"index": 0, "text": " token", "logprobs": None, "finish_reason": None, "stop_reason": None},
+                **{"index": 0, "text": " token", "logprobs": None, "finish_reason": finish, "stop_reason": None},
                 "prompt_token_ids": [1, 2, 3] if ids and index == 0 else None,
                 "token_ids": [index] if ids else None,
             }
             chunk = {"id": "cmpl-0", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
             self._transport.write(_framed(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"))
-            await asyncio.sleep(float(asked.get("pause", PAUSE)))
         self._transport.write(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
 
