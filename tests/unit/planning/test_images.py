@@ -75,6 +75,7 @@ def test_without_an_image_the_hardware_decides() -> None:
         (["--watermark=1.0"], "1.0", "write less than 1"),
         (["--block-size", "0"], "0", "write more than 0"),
         (["--max-logprobs", "-2"], "-2", "the minimum is -1"),
+        (["--cudagraph-capture-sizes", "4", "-1"], "-1", "the minimum is 1"),
         (["--enforce-eager", "yes"], "yes", "remove it"),
         (["--kernel-config={"], "{", 'write for example {"key": 1}, in single quotes'),
         (["--seed.x", "1"], "--seed.x", "write --seed VALUE"),
@@ -126,6 +127,8 @@ def test_a_flag_of_another_version_is_unknown() -> None:
         ("VLLM_WORKER_MULTIPROC_METHOD", "thread", "use one of fork, spawn"),
         ("VLLM_RINGBUFFER_WARNING_INTERVAL", "soon", "write for example 1"),
         ("VLLM_USE_B12X_MOE", "1", "remove it, or set spec.engine.profile to spark-b12x"),
+        ("NCCL_BUFFSIZE", "4G", "write for example 1"),
+        ("INSTANTTENSOR_BUFFER_SIZE", "-1", "the minimum is 0"),
     ],
 )
 def test_unknown_variables(name: str, value: str, remedy: str) -> None:

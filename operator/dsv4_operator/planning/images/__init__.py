@@ -94,7 +94,12 @@ _LOAD_FORMATS = (
 def _surface(name: str, extra_flags: frozenset[str], load_formats: tuple[str, ...]) -> Surface:
     found = surface(name)
     formats = Accepts(choices=tuple(dict.fromkeys((*load_formats, *_LOAD_FORMATS))))
-    return replace(found, flags={**found.flags, "--load-format": formats, **dict.fromkeys(extra_flags, Accepts("*"))})
+    flags = {**found.flags, "--load-format": formats, **dict.fromkeys(extra_flags, Accepts("*"))}
+    for flag, least in (("--cudagraph-capture-sizes", 1), ("--max-cudagraph-capture-size", 0)):
+        if flag in flags:
+            # vLLM's parser accepts any number.
+            flags[flag] = replace(flags[flag], least=least)
+    return replace(found, flags=flags)
 
 
 @cache
@@ -177,11 +182,20 @@ def _profile(entry: Mapping[str, Any]) -> ImageProfile:
     return ImageProfile(**values)
 
 
+_NUMBERS = frozenset({"NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS"}) | {
+    f"INSTANTTENSOR_{name}" for name in ("BUFFER_SIZE", "CHUNK_SIZE", "IO_DEPTH")
+}
+"""Variables of libraries that the memory plan reads, without a suffix such as G."""
+_WHOLE = Accepts(kind="integer", least=0)
+
+
 def variable_problem(name: str, value: str, profile: ImageProfile) -> Problem | None:
     """Return the problem with an environment variable in the image; None without a known problem.
 
     Only names with a prefix of vLLM or a library of the profile are checked: any program may read others.
     """
+    if value and name in _NUMBERS and (problem := _WHOLE.problem(value)):
+        return problem.of(name)
     if name in profile.extra_env:
         return None
     if name.startswith("VLLM_"):
