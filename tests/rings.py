@@ -102,7 +102,7 @@ RINGS = (
         "unit",
         ("unit",),
         nothing,
-        7,
+        8,
         options=(
             *("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder"),
             *(f"--ignore={HERE / path}" for path in CODE),
@@ -114,7 +114,7 @@ RINGS = (
     # `make engine-test` and `make cluster-test` also run the tests marked `long`.
     Ring("engine", ("engine",), engine, 15, options=("-m", "not long")),
     # Tests wait most of the time for the control plane.
-    Ring("cluster", ("cluster",), cluster, 11, options=("-n", "2", "-m", "not long")),
+    Ring("cluster", ("cluster",), cluster, 10, options=("-n", "2", "-m", "not long")),
     # Serves the Nano model on this machine's GPUs, with the vLLM that is installed for them.
     Ring("gpu", ("gpu",), gpu, 10, options=("-s",)),
 )
