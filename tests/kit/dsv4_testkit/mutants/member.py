@@ -99,6 +99,8 @@ _LIFE = (
     ("an idle process of Ray's own counts as a waiting worker", "runtime/dsv4_runtime/agent/processes.py",
      "if _is_idle_worker(pid) and b\"/libtorch\" in (read_file(pid, \"maps\") or b\"\")", "if _is_idle_worker(pid)",
      "agent/test_standby.py"),
+    ("processes in waiting do not wait for an idle engine", "runtime/dsv4_runtime/agent/standby.py",
+     "busy = await open_requests(api, headers) != 0", "busy = False", "agent/test_standby.py"),
     ("a lost worker of Ray is requested by a program", "runtime/dsv4_runtime/agent/standby.py",
      "if not workers or not await self._repeat_prestart(workers):", "if True:", "agent/test_standby.py"),
     ("a scrub that cannot start is a fault of the agent", "runtime/dsv4_runtime/agent/staging.py",
@@ -500,13 +502,6 @@ MEMBER = (
         "                with contextlib.suppress(ProcessLookupError):\n"
         "                    os.kill(pid, signal.SIGKILL)",
         ("tests/unit/agent/test_processes.py",),
-    ),
-    Mutant(
-        "processes in waiting do not wait for an idle engine",
-        "runtime/dsv4_runtime/agent/standby.py",
-        "busy = await open_requests(api, headers) != 0",
-        "busy = False",
-        ("tests/unit/agent/test_standby.py",),
     ),
     Mutant(
         "processes in waiting import slowly when they are needed",
