@@ -68,13 +68,21 @@ class Acceptor:
     answer, the process would be replaced.
     """
 
-    def __init__(self, listener: socket.socket, take: Callable[[socket.socket, bool], None], *, probed: bool) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        take: Callable[[socket.socket, bool], None],
+        *,
+        probed: bool,
+        first: Iterable[Acceptor] = (),
+    ) -> None:
         """Args:
         listener: the socket.
         take: called with a connection, and whether it has the last file descriptor.
         probed: whether to keep a descriptor for one connection more.
+        first: acceptors whose descriptor is kept before this one takes any.
         """
-        self._listener, self._take, self._probed = listener, take, probed
+        self._listener, self._take, self._probed, self._first = listener, take, probed, tuple(first)
         self._spare: int | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._lacking = False
@@ -111,6 +119,9 @@ class Acceptor:
         return spare is not None
 
     def _accept(self, *, scarce: bool = False) -> None:
+        for each in self._first:
+            # Between the end of a probe and the call of `keep_spare`, the event loop may report this socket.
+            each.keep_spare()
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):

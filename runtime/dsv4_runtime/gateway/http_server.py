@@ -587,14 +587,16 @@ class HttpServer:
 
     async def start(self, *listeners: socket.socket) -> None:
         """Start accepting connections. Those of all listeners but the first one are probes."""
-        for number, listener in enumerate(listeners):
+        # The first one is last: it leaves a descriptor to the probes.
+        for number, listener in reversed(list(enumerate(listeners))):
             guard = self._guard if number == 0 else None
             if listener.family in (socket.AF_INET, socket.AF_INET6):
                 # Inherited by accepted connections.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option, value in _KEEPALIVE:
                     listener.setsockopt(socket.IPPROTO_TCP, option, value)
-            self._listening.append(Acceptor(listener, functools.partial(self._take, guard), probed=number > 0))
+            take = functools.partial(self._take, guard)
+            self._listening.append(Acceptor(listener, take, probed=number > 0, first=tuple(self._listening)))
         self._checking = asyncio.get_running_loop().create_task(self._check())
 
     def _take(self, guard: Guard | None, connection: socket.socket, scarce: bool) -> None:

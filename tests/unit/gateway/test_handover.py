@@ -302,7 +302,8 @@ async def test_without_a_descriptor_connections_wait_and_probes_are_answered() -
             assert b" 200 " in await _answer(found.shared, "/x")
             await found.do("take")
             waiting = [asyncio.create_task(_answer(found.shared, "/x")) for _ in range(3)]
-            for _ in range(20):
+            # During some attempts of the other listener, which are 0.2 s apart.
+            for _ in range(100):
                 assert b" 200 " in await _answer(found.own)
             # Others at that socket have to send another time: the descriptor is for probes.
             assert b" 503 " in await _answer(found.own, "/x")
@@ -313,6 +314,26 @@ async def test_without_a_descriptor_connections_wait_and_probes_are_answered() -
             assert not any(each.done() for each in waiting), "they are in the queue of the socket"
             await found.do("free")
             assert all(b" 200 " in line for line in await asyncio.gather(*waiting))
+
+
+async def test_the_descriptor_of_probes_is_kept_before_another_listener_takes_one() -> None:
+    """The event loop may report that listener after the end of a probe, before its descriptor is kept again."""
+    taken: list[tuple[socket.socket, int | None]] = []
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    probes = handover.Acceptor(listeners[0], lambda connection, _: connection.close(), probed=True)
+    shared = handover.Acceptor(
+        listeners[1], lambda connection, _: taken.append((connection, probes._spare)), probed=False, first=[probes]
+    )
+    try:
+        assert probes._release()
+        with socket.create_connection(listeners[1].getsockname()):
+            await until(lambda: taken)
+        assert taken[0][1] is not None
+    finally:
+        probes.close()
+        shared.close()
+        for connection, _ in taken:
+            connection.close()
 
 
 async def test_connections_are_handed_over_once_there_is_a_descriptor() -> None:

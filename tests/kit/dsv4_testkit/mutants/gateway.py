@@ -373,6 +373,13 @@ GATEWAY = (
         ("tests/unit/gateway/test_handover.py",),
     ),
     Mutant(
+        "a client's connection takes the descriptor that the next probe needs",
+        "runtime/dsv4_runtime/gateway/handover.py",
+        "            each.keep_spare()\n",
+        "            pass\n",
+        ("tests/unit/gateway/test_handover.py",),
+    ),
+    Mutant(
         "any user hands connections to a gateway",
         "runtime/dsv4_runtime/gateway/handover.py",
         "if _peer(channel)[1] != os.geteuid():",
