@@ -148,6 +148,8 @@ def catalog_facts(deployment: DSV4Deployment, machine: Machine, *, state_root: s
     """
     topology = deployment.spec.topology
     count = topology.nodes_per_group * max(deployment.spec.replicas, 1)
+    if topology.nodes:
+        count = min(count, len(topology.nodes))
     nodes = tuple(
         NodeFacts(
             name=f"{machine.id}-{number}",

@@ -103,8 +103,12 @@ def placements(deployment: DSV4Deployment, facts: Facts, group: int) -> tuple[Pl
         message = f"machines are required for group {group}, and {len(nodes)} are available"
         remedy = facts.unfit or "add machines"
         raise refusal(Reason.NODES_MISSING, "spec.topology.nodesPerGroup", size, message, remedy)
+    groups = max(deployment.spec.replicas, 1)
+    if len(nodes) < size and 0 < (named := len(topology.nodes)) < groups * size:
+        message = f"nodes are named, and spec.replicas {groups} × nodesPerGroup {size} requires {groups * size}"
+        remedy = "name all of them, or remove the field"
+        raise refusal(Reason.NODES_MISSING, "spec.topology.nodes", named, message, remedy)
     if len(nodes) < size:
-        groups = deployment.spec.replicas
         fitting = len(facts.nodes) // size
         remedy = f"decrease spec.replicas to {fitting}" if fitting else "decrease spec.topology.nodesPerGroup"
         message = f"× nodesPerGroup {size} requires {groups * size} machines, and {len(facts.nodes)} are available"

@@ -186,6 +186,7 @@ MISTAKES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("spec.network", {"ports": {"api": 8000, "gcs": 8000}}, ("spec.network.ports.gcs", 8000, "Duplicate")),
     ("spec.network", {"ports": {"gcs": 10500}}, ("spec.network.ports.gcs", 10500, "Ports")),
     ("spec.recovery", {"window": "0s"}, ("spec.recovery.window", "0s", "OutOfRange")),
+    ("spec.topology.nodes", ["spark-1"], ("spec.topology.nodes", 1, "NodesMissing")),
 )
 SHOWN = (5, 20, 22, 27, 49, 50, 66, 76, 88, 92)
 """Numbers in `MISTAKES` that the page shows."""
