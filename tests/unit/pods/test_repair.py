@@ -11,6 +11,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Grou
 from dsv4_operator.backends.pods import PodsBackend, frontend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import names
+from dsv4_operator.kube import Resource
 from dsv4_operator.kube.cache import _version
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
@@ -37,6 +38,9 @@ class View:
 
     def all(self) -> list[Any]:
         return []
+
+    def find(self, resource: Resource, namespace: str, name: str) -> Any:
+        return copy.deepcopy(self._kube.objects.get((resource.kind, namespace, name)))
 
     def versions(self, namespace: str, deployment: str) -> frozenset[tuple[str, str, str]]:
         return frozenset(

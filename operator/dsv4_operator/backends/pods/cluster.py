@@ -69,7 +69,7 @@ class Cluster:
         self.kube: KubeReader = kube
         self.client = kube
         """Only for the construction of `OwnedObjects`; no other code writes."""
-        self.objects = OwnedObjects(kube)
+        self.objects = OwnedObjects(kube, owned)
         self.owned = owned
         self.pods = pods
         self._nodes = nodes
