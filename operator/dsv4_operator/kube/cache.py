@@ -63,6 +63,7 @@ class Cache(Generic[CacheKeyT]):
         changed: Callable[[CacheKeyT], None] | None = None,
         keep: Callable[[Manifest], Manifest | None] | None = None,
         managed: bool = False,
+        version: Callable[[Manifest], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -73,6 +74,7 @@ class Cache(Generic[CacheKeyT]):
         labels: label selector, applied by the server.
         changed: called with the key of every added, changed or deleted object.
         keep: returns the part of an object to keep, None to drop it; default: all of it.
+        version: returns what must differ for a call of `changed`; default: the resource version.
         managed: whether `keep` gets `metadata.managedFields`, which are half of an object's bytes.
         clock: seconds, only for `silence`.
         """
@@ -83,6 +85,7 @@ class Cache(Generic[CacheKeyT]):
         self._changed = changed
         self._keep = keep
         self._managed = managed
+        self._version = version or (lambda item: item["metadata"].get("resourceVersion"))
         self._clock = clock
         self._objects: dict[CacheKeyT, dict[_NamespacedName, Manifest]] = defaultdict(dict)
         self._keys: dict[_NamespacedName, CacheKeyT] = {}
@@ -192,7 +195,7 @@ class Cache(Generic[CacheKeyT]):
         before = self._objects[key].get(name)
         self._keys[name] = key
         self._objects[key][name] = item
-        if before is None or before["metadata"].get("resourceVersion") != item["metadata"].get("resourceVersion"):
+        if before is None or self._version(before) != self._version(item):
             self._notify(key)
 
     def _drop(self, name: _NamespacedName) -> None:
@@ -330,6 +333,8 @@ class OwnedCache:
                 changed=changed,
                 keep=_packed,
                 managed=True,
+                # Controllers write the status of gateways and budgets often.
+                version=_version,
             )
             for resource in _KINDS
         }

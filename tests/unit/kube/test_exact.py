@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from dsv4_operator.builders.names import MANAGER, Manifest
 from dsv4_operator.kube import Client, Invalid, Resource, apply_exactly, is_exact
 from dsv4_operator.kube.exact import foreign_changes
-from dsv4_testkit.fake_kube import FakeKube, merged
+from dsv4_testkit.fake_kube import FakeKube, fields, merged
 
 SERVICE: Manifest = {
     "apiVersion": "v1",
@@ -21,9 +20,6 @@ SERVICE: Manifest = {
     "metadata": {"namespace": "team", "name": "chat", "labels": {"app": "chat"}, "ownerReferences": [{"uid": "owner"}]},
     "spec": {"selector": {"app": "chat"}, "ports": [{"name": "http", "port": 8000, "protocol": "TCP"}]},
 }
-KEYS = ("port", "protocol")
-"""Keys of a Service's ports: items with equal values are the same item."""
-
 _names = st.sampled_from(["a", "b", "c", "d"])
 _trees = st.recursive(
     st.integers(0, 3) | st.lists(st.integers(0, 3), min_size=1, max_size=2),
@@ -31,17 +27,6 @@ _trees = st.recursive(
     max_leaves=8,
 )
 _specs = st.dictionaries(_names, _trees, min_size=1, max_size=4)
-
-
-def fields(value: Any) -> dict[str, Any]:
-    """Return the fields that an applier of `value` owns, as the API server writes them; scalar lists are atomic."""
-    if isinstance(value, dict):
-        return {f"f:{name}": fields(part) for name, part in value.items()}
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {
-            f"k:{json.dumps({key: one[key] for key in KEYS if key in one})}": {".": {}, **fields(one)} for one in value
-        }
-    return {}
 
 
 def beyond(added: Any, kept: Any) -> Any:
