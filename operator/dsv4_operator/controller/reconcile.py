@@ -599,7 +599,7 @@ class Reconciler:
         now = self._clock()
         if now < self._next_progress and _but_for_progress(status) == _but_for_progress(saved):
             return True
-        return now < self._next_start and not self.failing and _but_for_start(status) == _but_for_start(saved)
+        return now < self._next_start and _but_for_start(status) == _but_for_start(saved)
 
 
 def _claims(decisions: Sequence[Decision], now: float) -> bool:
