@@ -44,6 +44,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "terminationMessagePath": "/dev/termination-log",
     "terminationMessagePolicy": "File",
     "timeoutSeconds": 1,
+    "type": "ClusterIP",
 }
 """Fields that API servers add to new objects, with their values: the creator owns them too."""
 
