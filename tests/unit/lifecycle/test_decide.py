@@ -60,6 +60,8 @@ def test_a_group_that_serves_is_decided_again_when_a_member_may_first_be_silent(
     assert seconds(scene.look()) == 3.1
     scene.members[1] = replace(scene.members[1], heard=None, status=None)
     assert seconds(scene.look()) == 1.0
+    scene.members[1] = replace(scene.members[1], waiting="its image is pulled")
+    assert seconds(scene.look()) == 1.0, "its agent cannot answer, so it is not silent"
 
 
 def test_numbers_that_others_use_are_left_out(scene: Scene) -> None:
