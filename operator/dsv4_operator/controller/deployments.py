@@ -33,6 +33,8 @@ _UNANSWERED = 32
 _WRITE_SECONDS = 15.0
 """Time for which a reconcile waits for a write of the status: members are supervised by the next one. Long
 enough for an overloaded API server, which would otherwise get the same write again."""
+_START_SECONDS = 2.0
+"""Time from a claim until the members that appeared are written, unless they serve or fail before."""
 # Loading takes minutes, and its progress changes every second.
 _PROGRESS_SECONDS = 5.0
 _METADATA = frozenset(field.alias or name for name, field in Metadata.model_fields.items())
@@ -327,6 +329,7 @@ class _DeploymentController:
                 record=self._record,
                 failed=lambda part, _: self._dependencies.failed(key, part),
                 progress_interval=_PROGRESS_SECONDS,
+                start_interval=_START_SECONDS,
                 clock=self._dependencies.clock,
             )
         return await self._reconciler.reconcile(deployment, deleting=deleting, refused=refused)

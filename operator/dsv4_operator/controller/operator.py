@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -61,7 +62,7 @@ _PAGE_KEYS = Path("/etc/dsv4/page/keys")
 _STANDBY_LIST_SECONDS = 5.0
 """Interval at which a process without the lease lists the deployments for viewers of its status page."""
 _DEFINITION_SECONDS = 5.0
-_NODES_SECONDS = 5.0
+_CACHES_SECONDS = 5.0
 # The longest reconcile ends the members of a group one after the other, each within its grace period.
 _LONGEST_TURN_SECONDS = 900.0
 
@@ -331,10 +332,15 @@ class Operator:
         Each namespace has a watch of its own: one that is deleted, with the operator's rights in it, ends no other.
         """
         await self._pods.listed(place)
-        # The operator may not be allowed to watch nodes.
+        # The operator may not be allowed to watch nodes; owned objects that are not known are only read again.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_NODES_SECONDS):
+            async with asyncio.timeout(_CACHES_SECONDS):
                 await self._nodes.synced()
+                await self._owned.listed(place)
+        if not self._known:
+            # Objects that stay until the end: no collection of garbage looks at them again.
+            gc.collect()
+            gc.freeze()
         watch = DeploymentWatch(self._access, place, self._on_event)
         watch.start()
         self._known.add(place)

@@ -58,6 +58,9 @@ _EVIDENCE_SECONDS = 15.0
 _EVIDENCE_WAIT_SECONDS = 1.0
 """Time for which a reconcile waits for evidence; usually sufficient."""
 
+_BEGINS = frozenset({GroupPhase.FORMING, GroupPhase.STARTING})
+_START_REASONS = frozenset({Reason.GROUP_FORMING, Reason.GROUP_STARTING})
+
 _REPEATING = frozenset({ConditionType.PROGRESSING, ConditionType.READY})
 
 _WAIT_SECONDS = 1.0
@@ -127,6 +130,7 @@ class Reconciler:
         record: Callable[[Event], None] | None = None,
         failed: Callable[[Part, Failure], None] | None = None,
         progress_interval: float = 0.0,
+        start_interval: float = 0.0,
         clock: Callable[[], float] = unix_time,
     ) -> None:
         """Args:
@@ -136,6 +140,7 @@ class Reconciler:
         record: called once per event; None: events are logged.
         failed: called with every failure of a part.
         progress_interval: seconds after a save in which a change of progress alone is not saved.
+        start_interval: the same for the members of a claimed incarnation, as they appear.
         clock: Unix time.
         """
         self._backend = backend
@@ -143,8 +148,8 @@ class Reconciler:
         self._save = save
         self._record = record or _log_event
         self._failed = failed or (lambda _part, _failure: None)
-        self._progress_interval = progress_interval
-        self._next_progress = -math.inf
+        self._progress_interval, self._start_interval = progress_interval, start_interval
+        self._next_progress = self._next_start = -math.inf
         self._clock = clock
         self._kept: DeploymentStatus | None = None
         self._saved: DeploymentStatus | None = None
@@ -161,6 +166,8 @@ class Reconciler:
         """By group: texts of `Observed.anomalies`, with the Unix time of the latest event about each."""
         self._unplanned: dict[int, Exception] = {}
         """Defects of the planner in this reconcile, by group."""
+        self._has_frontend = False
+        """Whether the front end was ensured since the start of this process."""
         self.ended = False
         """Whether a deleted deployment has no members left."""
 
@@ -218,13 +225,14 @@ class Reconciler:
         self._drop_tasks(wanted, deleting=deleting)
         machines = {name: await self._machines(name, version, refused) for name, version in wanted.items()}
         observed, unobserved = await self._observe(deployment, range(max(deployment.spec.replicas, len(known.groups))))
+        began = self._clock()
         unreported = [] if deleting else [group.index for group in known.groups if self._listens(group, observed)]
         turn = decide_groups(
             deployment,
             observed,
             known,
             lambda version, index: self._planner(version, machines, known, index),
-            self._clock(),
+            began,
             deleting=deleting,
             unreported=frozenset((*unreported, *self._acting)),
             unobserved=unobserved,
@@ -264,7 +272,8 @@ class Reconciler:
             reported = await keep([decision.status for decision in decisions])
         executed = await self._execute_all(deployment, decisions, reported=reported)
         saved = await keep([one.status for one in executed])
-        if not deleting:
+        if not deleting and (self._has_frontend or not (saved and _claims(decisions, began))):
+            self._has_frontend = True
             await self._ensure_frontend(deployment, self._kept if self._kept is not None else known)
         waits = any(one.waits for one in executed)
         done = all(one.status.phase is GroupPhase.STOPPED and not one.failed for one in executed)
@@ -554,9 +563,7 @@ class Reconciler:
         """
         saved = self._saved if self._saved is not None else deployment.status
         self._kept = status
-        if status == saved or (
-            self._clock() < self._next_progress and _but_for_progress(status) == _but_for_progress(saved)
-        ):
+        if status == saved or self._may_wait(saved, status):
             self._backoffs.succeeded(_STATUS)
             return True
         if self._backoffs.waits(_STATUS, self._clock()):
@@ -573,10 +580,37 @@ class Reconciler:
                 self._fail(_STATUS, error, "the status cannot be saved")
             return deleting
         self._backoffs.succeeded(_STATUS)
-        self._saved, self._next_progress = status, self._clock() + self._progress_interval
+        now = self._clock()
+        self._saved, self._next_progress, self._next_start = (
+            status,
+            now + self._progress_interval,
+            now + self._start_interval,
+        )
         for event in events(saved, status):
             self._record(event)
         return True
+
+    def _may_wait(self, saved: DeploymentStatus, status: DeploymentStatus) -> bool:
+        """Return whether `status` differs from the saved one only in what need not be saved at once.
+
+        An incarnation is claimed by a save of its own. Until its members serve or fail, an operator that begins from
+        the claim finds them by observation.
+        """
+        now = self._clock()
+        if now < self._next_progress and _but_for_progress(status) == _but_for_progress(saved):
+            return True
+        return now < self._next_start and _but_for_start(status) == _but_for_start(saved)
+
+
+def _claims(decisions: Sequence[Decision], now: float) -> bool:
+    """Return whether a decision at `now` claimed an incarnation that the next one, which follows at once, forms.
+
+    Members are made before the front end of a new deployment: they take longer to start.
+    """
+    return any(
+        decision.status.phase is GroupPhase.FORMING and not decision.actions and decision.next_time <= round(now, 3)
+        for decision in decisions
+    )
 
 
 def _due(decision: Decision, executed: _Executed, now: float, *, saved: bool) -> float:
@@ -610,6 +644,22 @@ def _but_for_progress(status: DeploymentStatus) -> DeploymentStatus:
         one.model_copy(update={"message": ""}) if one.type in _REPEATING else one for one in status.conditions
     )
     return status.model_copy(update={"groups": tuple(groups), "conditions": conditions})
+
+
+def _but_for_start(status: DeploymentStatus) -> DeploymentStatus:
+    """Return `status` without the members of starting groups, which appear one after the other."""
+    status = _but_for_progress(status)
+    groups = tuple(
+        group.model_copy(update={"phase": GroupPhase.FORMING, "phase_time": None, "members": (), "fenced_below": 0})
+        if group.phase in _BEGINS
+        else group
+        for group in status.groups
+    )
+    conditions = tuple(
+        one.model_copy(update={"reason": Reason.GROUP_FORMING}) if one.reason in _START_REASONS else one
+        for one in status.conditions
+    )
+    return status.model_copy(update={"groups": groups, "conditions": conditions})
 
 
 def _log_event(event: Event) -> None:

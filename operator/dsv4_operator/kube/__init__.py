@@ -4,7 +4,7 @@ from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube.access import Access, AccessError, find_access
 from dsv4_operator.kube.cache import NodeCache, OwnedCache, PodCache, RayClusterCache
 from dsv4_operator.kube.client import Client, KubeReader, Listing
-from dsv4_operator.kube.exact import apply_exactly
+from dsv4_operator.kube.exact import apply_exactly, is_exact
 from dsv4_operator.kube.resources import (
     CONFIG_MAPS,
     COSCHEDULING_POD_GROUPS,

@@ -8,7 +8,9 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import orjson
 
 from dsv4_operator.api import KIND
 from dsv4_operator.builders import names
@@ -60,6 +62,8 @@ class Cache(Generic[CacheKeyT]):
         labels: str | None = None,
         changed: Callable[[CacheKeyT], None] | None = None,
         keep: Callable[[Manifest], Manifest | None] | None = None,
+        managed: bool = False,
+        version: Callable[[Manifest], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -70,6 +74,8 @@ class Cache(Generic[CacheKeyT]):
         labels: label selector, applied by the server.
         changed: called with the key of every added, changed or deleted object.
         keep: returns the part of an object to keep, None to drop it; default: all of it.
+        version: returns what must differ for a call of `changed`; default: the resource version.
+        managed: whether `keep` gets `metadata.managedFields`, which are half of an object's bytes.
         clock: seconds, only for `silence`.
         """
         self._kube = kube
@@ -78,6 +84,8 @@ class Cache(Generic[CacheKeyT]):
         self._labels = labels
         self._changed = changed
         self._keep = keep
+        self._managed = managed
+        self._version = version or (lambda item: item["metadata"].get("resourceVersion"))
         self._clock = clock
         self._objects: dict[CacheKeyT, dict[_NamespacedName, Manifest]] = defaultdict(dict)
         self._keys: dict[_NamespacedName, CacheKeyT] = {}
@@ -90,6 +98,11 @@ class Cache(Generic[CacheKeyT]):
         """Return the objects with `key`, in no order. They are shared and must not be modified."""
         found = self._objects.get(key)
         return list(found.values()) if found else []
+
+    def named(self, namespace: str, name: str) -> Manifest | None:
+        """Return the object of that name; None if there is none. It is shared and must not be modified."""
+        key = self._keys.get((namespace, name))
+        return self._objects[key].get((namespace, name)) if key is not None else None
 
     def all(self) -> Iterable[Manifest]:
         """Return every object. They are shared and must not be modified."""
@@ -168,8 +181,8 @@ class Cache(Generic[CacheKeyT]):
         return listing.resource_version
 
     def _put(self, item: Manifest) -> None:
-        # Half of an object's bytes, and not used.
-        item["metadata"].pop("managedFields", None)
+        if not self._managed:
+            item["metadata"].pop("managedFields", None)
         kept = self._keep(item) if self._keep is not None else item
         if kept is None:
             self._drop(_name(item))
@@ -182,7 +195,7 @@ class Cache(Generic[CacheKeyT]):
         before = self._objects[key].get(name)
         self._keys[name] = key
         self._objects[key][name] = item
-        if before is None or before["metadata"].get("resourceVersion") != item["metadata"].get("resourceVersion"):
+        if before is None or self._version(before) != self._version(item):
             self._notify(key)
 
     def _drop(self, name: _NamespacedName) -> None:
@@ -318,7 +331,10 @@ class OwnedCache:
                 namespaces=namespaces,
                 labels=lasting if resource is CONFIG_MAPS else chosen,
                 changed=changed,
-                keep=_without_content,
+                keep=_packed,
+                managed=True,
+                # Controllers write the status of gateways and budgets often.
+                version=_version,
             )
             for resource in _KINDS
         }
@@ -328,6 +344,20 @@ class OwnedCache:
         async with asyncio.TaskGroup() as tasks:
             for cache in self._caches.values():
                 tasks.create_task(cache.run())
+
+    async def listed(self, namespace: str | None) -> None:
+        """Wait for the first complete lists of one of the namespaces; None: of all, if none are given."""
+        for cache in self._caches.values():
+            await cache.listed(namespace)
+
+    def find(self, resource: Resource, namespace: str, name: str) -> Manifest | None:
+        """Return the object as the watch shows it, with `managedFields` and without status; None if it shows none."""
+        cache = self._caches.get(resource.kind)
+        found = cache.named(namespace, name) if cache is not None else None
+        if found is None:
+            return None
+        content: dict[str, Any] = orjson.loads(found[_PACKED])
+        return {"apiVersion": resource.api_version, "kind": resource.kind, **content}
 
     def versions(self, namespace: str, deployment: str) -> Versions:
         """Return the versions of `deployment`'s objects, which are independent of the objects' status."""
@@ -349,6 +379,14 @@ class RayClusterCache(Cache[DeploymentKey]):
         super().__init__(
             kube, RAY_CLUSTERS, _key, namespaces=namespaces, labels=chosen, changed=changed, keep=_without_template
         )
+
+
+_PACKED = "packed"
+"""Field with the JSON of an object, which has a tenth of the memory of its dicts."""
+
+
+def _packed(item: Manifest) -> Manifest:
+    return {**_without_content(item), _PACKED: orjson.dumps({**item, "status": None})}
 
 
 def _without_template(item: Manifest) -> Manifest:

@@ -29,6 +29,25 @@ _CLOSED: tuple[tuple[str, ...], ...] = (
 _ALLOWED_ANNOTATIONS = frozenset({"kubectl.kubernetes.io/restartedAt"})
 """On a pod template: set by `kubectl rollout restart`."""
 
+_DEFAULTS: Mapping[str, Any] = {
+    "dnsPolicy": "ClusterFirst",
+    "failureThreshold": 3,
+    "defaultMode": 420,
+    "imagePullPolicy": "IfNotPresent",
+    "internalTrafficPolicy": "Cluster",
+    "progressDeadlineSeconds": 600,
+    "restartPolicy": "Always",
+    "scheme": "HTTP",
+    "schedulerName": "default-scheduler",
+    "sessionAffinity": "None",
+    "successThreshold": 1,
+    "terminationMessagePath": "/dev/termination-log",
+    "terminationMessagePolicy": "File",
+    "timeoutSeconds": 1,
+    "type": "ClusterIP",
+}
+"""Fields that API servers add to new objects, with their values: the creator owns them too."""
+
 _FieldSet = Mapping[str, Any]
 """A node of `fieldsV1`: `f:NAME` is a field, `k:{...}`, `v:...` and `i:...` are list items, `.` is itself."""
 
@@ -119,6 +138,78 @@ def foreign_changes(wanted: Manifest, live: Manifest) -> Manifest:
             for key in known.keys() - kept.keys():
                 _remove(changes, (*path, key), wanted, live)
     return changes
+
+
+def is_exact(wanted: Manifest, live: Manifest) -> bool:
+    """Return whether an apply of `wanted` over `live` would change nothing.
+
+    In doubt it returns False, which costs the requests of `apply_exactly`.
+    """
+    about = live["metadata"]
+    if about.get("deletionTimestamp") or bool(live.get("immutable")) != bool(wanted.get("immutable")):
+        return False
+    if not (_contains(live, wanted) and _has_owners(wanted, live)) or foreign_changes(wanted, live):
+        return False
+    entries = [one for one in about.get("managedFields") or [] if one.get("manager") == MANAGER]
+    own = [one.get("fieldsV1") or {} for one in entries if not one.get("subresource")]
+    # Without its own entry, the fields of other managers cannot be told from those of this one.
+    return bool(own) and not _is_obsolete(_merged(own), wanted, live)
+
+
+def _contains(live: Any, wanted: Any) -> bool:
+    """Return whether `live` has every value of `wanted`; API servers add fields to maps, also to those in lists."""
+    if isinstance(wanted, Mapping):
+        # Owners are compared by `_has_owners`: others may be added.
+        return isinstance(live, Mapping) and all(
+            name == "ownerReferences" or (name in live and _contains(live[name], part)) for name, part in wanted.items()
+        )
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        if not isinstance(live, Sequence) or isinstance(live, str) or len(live) != len(wanted):
+            return False
+        return all(map(_contains, live, wanted))
+    return type(live) is type(wanted) and bool(live == wanted)
+
+
+def _has_owners(wanted: Manifest, live: Manifest) -> bool:
+    found = live["metadata"].get("ownerReferences") or []
+    return all(one in found for one in wanted["metadata"].get("ownerReferences") or [])
+
+
+def _is_obsolete(ours: _FieldSet, wanted: Any, live: Any) -> bool:
+    """Return whether `ours`, the fields of our manager, has one that `wanted` lacks and that is no default."""
+    for key, below in ours.items():
+        kind, _, name = key.partition(":")
+        if kind == "f":
+            if not isinstance(wanted, Mapping) or not isinstance(live, Mapping) or name not in live:
+                return True
+            part = live[name]
+            if name in wanted:
+                if name != "ownerReferences" and _is_obsolete(below, wanted[name], part):
+                    return True
+            elif isinstance(part, Mapping):
+                # API servers add maps of defaults, also empty ones.
+                if _is_obsolete(below, {}, part) or not part.keys() <= {key.partition(":")[2] for key in below}:
+                    return True
+            elif name not in _DEFAULTS or part != _DEFAULTS[name]:
+                return True
+        elif kind == "k":
+            found = _item(json.loads(name), wanted, live)
+            if found is None or _is_obsolete(below, *found):
+                return True
+        elif key != ".":
+            # Elements of lists without keys are compared as values.
+            continue
+    return False
+
+
+def _item(keys: Mapping[str, Any], wanted: Any, live: Any) -> tuple[Any, Any] | None:
+    """Return the item with `keys` of `live`, and the one at its place in `wanted`; both lists have the same length."""
+    if not isinstance(wanted, Sequence) or not isinstance(live, Sequence):
+        return None
+    for one, other in zip(wanted, live, strict=True):
+        if isinstance(other, Mapping) and all(other.get(key) == value for key, value in keys.items()):
+            return one, other
+    return None
 
 
 def _is_own(wanted: Manifest, live: Manifest) -> bool:

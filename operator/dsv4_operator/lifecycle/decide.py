@@ -37,6 +37,7 @@ from dsv4_operator.api.deployment import is_paused
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember
 from dsv4_operator.lifecycle.watch import (
     ALIVE,
+    FRESH_SECONDS,
     agent_status,
     diagnose,
     failure_status,
@@ -132,7 +133,9 @@ class Decision:
 
 
 POLL_SECONDS = 1.0
-"""Interval between decisions about a group that runs or changes."""
+"""Interval between decisions about a group that starts or changes; about one that serves up to three times as long."""
+_MARGIN_SECONDS = 0.1
+"""Time after the first possible silence of a member at which it is looked for."""
 REFUSED_SECONDS = 15.0
 """Interval between attempts to plan on machines that were refused; they may change without an event."""
 RESYNC_SECONDS = 300.0
@@ -291,7 +294,17 @@ class _Step:
         group = group.model_copy(update={"move": None})
         if group.phase is GroupPhase.FORMING:
             return self._form(group)
-        return Decision(self._end_observed(keep=group.incarnation), self.now + POLL_SECONDS, group)
+        return Decision(self._end_observed(keep=group.incarnation), self._next_look(group), group)
+
+    def _next_look(self, group: GroupStatus) -> float:
+        """Return the time of the next decision: for a group that serves, that at which a member may first be silent."""
+        answers = [member for member in self._present(group) if member.ended is None and member.waiting is None]
+        heard = [member.heard for member in answers if member.heard is not None]
+        silent = any(member.silent_since is not None for member in group.members)
+        if group.phase is not GroupPhase.SERVING or silent or len(heard) != len(group.members):
+            return self.now + POLL_SECONDS
+        first = min((*heard, self.now)) + FRESH_SECONDS + _MARGIN_SECONDS
+        return max(self.now + POLL_SECONDS, first)
 
     def _form(self, group: GroupStatus) -> Decision:
         """Create the members of the claimed incarnation; repeated until all were observed."""

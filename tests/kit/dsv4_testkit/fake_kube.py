@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ from dsv4_operator.kube import AlreadyExists, Conflict, Invalid, Resource, Unava
 
 Manifest = dict[str, Any]
 _Name = tuple[str, str, str]
+_KEYS = (("port", "protocol"), ("containerPort", "protocol"), ("mountPath",), ("uid",), ("name",))
+"""Keys of lists: items with equal values are the same item."""
 
 
 class FakeKube:
@@ -147,6 +150,18 @@ def merged(document: Any, changes: Any) -> Any:
         else:
             found[name] = merged(found.get(name), value)
     return found
+
+
+def fields(value: Any) -> dict[str, Any]:
+    """Return the fields that an applier of `value` owns, as the API server writes them; lists without keys are
+    atomic."""
+    if isinstance(value, dict):
+        return {f"f:{name}": fields(part) for name, part in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        keys = next((keys for keys in _KEYS if all(key in one for one in value for key in keys)), ())
+        if keys:
+            return {f"k:{json.dumps({key: one[key] for key in keys})}": {".": {}, **fields(one)} for one in value}
+    return {}
 
 
 def _chooses(term: str, labels: dict[str, str]) -> bool:

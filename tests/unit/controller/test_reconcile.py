@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Reason, load
+from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, DSV4Deployment, GroupPhase, Reason, load
 from dsv4_operator.controller.reconcile import Reconciler
 from dsv4_operator.kube import KubeError
 from dsv4_operator.lifecycle.decide import POLL_SECONDS, RESYNC_SECONDS
@@ -232,3 +232,75 @@ async def test_an_endpoint_that_does_not_answer_is_no_reason_to_touch_members(wo
     ready = saved[-1].status.condition(ConditionType.READY)
     assert ready is not None
     assert ready.status is ConditionStatus.TRUE
+
+
+async def test_members_that_appear_are_saved_with_the_next_news_or_after_the_interval(world: tuple) -> None:
+    members, _, saved, clock = world
+    deployment = load(NANO)
+    reconciler = Reconciler(members, ENDPOINTS, save=saved.save, start_interval=2.0, clock=clock)
+    await until_formed(members, reconciler, deployment, 1)
+    assert [one.status.groups[0].phase for one in saved] == [GroupPhase.FORMING], "the claim is saved at once"
+    for _ in range(3):
+        clock.now += 0.5
+        assert await reconciler.reconcile(deployment) <= POLL_SECONDS
+    assert reconciler.status.groups[0].phase is GroupPhase.STARTING
+    assert len(saved) == 1
+    clock.now += 0.5
+    await reconciler.reconcile(deployment)
+    assert (len(saved), saved[-1].status.groups[0].phase) == (2, GroupPhase.STARTING)
+    assert len(saved[-1].status.groups[0].members) == 2
+    members.speak(clock.now)
+    await reconciler.reconcile(deployment)
+    assert (len(saved), saved[-1].status.groups[0].phase) == (3, GroupPhase.SERVING), "at once"
+
+
+async def test_a_failure_while_members_start_is_saved_at_once(world: tuple) -> None:
+    members, _, saved, clock = world
+    deployment = load(NANO)
+    reconciler = Reconciler(members, ENDPOINTS, save=saved.save, start_interval=60.0, clock=clock)
+    members.broken = {"ensure"}
+    for _ in range(3):
+        await reconciler.reconcile(deployment)
+    progressing = saved[-1].status.condition(ConditionType.PROGRESSING)
+    assert (len(saved), progressing.reason) == (2, Reason.ACTION_FAILED)
+    assert "ensure is broken" in progressing.message
+    members.broken = set()
+    clock.now += 5
+    await until_formed(members, reconciler, deployment, 1)
+    await reconciler.reconcile(deployment)
+    before = len(saved)
+    members.end(1, 1, clock.now)
+    await reconciler.reconcile(deployment)
+    assert saved[before].status.groups[0].last_failure is not None
+    assert members.calls.index("evidence 1") < members.calls.index("fence 1")
+
+
+class WithFrontend(Members):
+    async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+        self.calls.append("frontend")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+async def test_the_members_of_a_new_deployment_come_before_its_front_end(world: tuple, *, saves: bool) -> None:
+    _, _, saved, clock = world
+    members = WithFrontend()
+
+    async def save(deployment: DSV4Deployment) -> None:
+        if not saves:
+            raise KubeError("no")
+        await saved.save(deployment)
+
+    reconciler, deployment = Reconciler(members, ENDPOINTS, save=save, clock=clock), load(NANO)
+    await reconciler.reconcile(deployment)
+    # Without a claim that was saved, nothing is formed soon.
+    assert members.calls == ([] if saves else ["frontend"])
+    if not saves:
+        return
+    await reconciler.reconcile(deployment)
+    assert members.calls == ["ensure 1", "frontend"]
+    members.end(1, 1, clock.now)
+    members.calls.clear()
+    while "ensure 2" not in members.calls:
+        clock.now += 10
+        await reconciler.reconcile(deployment)
+        assert members.calls[-1] == "frontend", "later at each reconcile"

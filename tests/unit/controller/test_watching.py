@@ -162,7 +162,7 @@ def _listing(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def test_a_namespace_that_is_gone_delays_no_other_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_operator, "_NODES_SECONDS", 0.5)
+    monkeypatch.setattr(of_operator, "_CACHES_SECONDS", 0.5)
     server = Namespaces()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)

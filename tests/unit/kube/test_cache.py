@@ -10,7 +10,7 @@ import pytest
 
 from dsv4_operator.builders.names import MEMBER
 from dsv4_operator.builders.names import labels as labels_of
-from dsv4_operator.kube import PODS, PodCache, Unavailable
+from dsv4_operator.kube import DEPLOYMENTS, PODS, SERVICES, OwnedCache, PodCache, Resource, Unavailable
 from dsv4_operator.kube.cache import Cache
 from dsv4_operator.kube.client import Listing, WatchEvent
 from dsv4_operator.kube.resources import Gone
@@ -221,3 +221,53 @@ async def test_a_namespace_that_is_named_twice_is_followed_once(monkeypatch: pyt
     cache, _ = await followed(Script([[pod("x", 1)]], []), monkeypatch, namespaces=("a", "a"))
     await asyncio.wait_for(cache.synced(), 5)
     assert names(cache) == {"x"}
+
+
+def gateway(version: int, **changes: Any) -> dict[str, Any]:
+    about = {"namespace": "a", "name": "d-0-gateway", "labels": labels_of("d"), "generation": 1}
+    about |= {"resourceVersion": str(version), "uid": "u", "managedFields": [{"manager": "m"}]}
+    return {"metadata": about, "spec": {"replicas": 2}, "status": {"replicas": version}, **changes}
+
+
+async def test_owned_objects_are_kept_with_their_managers_and_reported_without_changes_of_their_status() -> None:
+    told: list[Any] = []
+    shown, seen = asyncio.Queue[WatchEvent](), asyncio.Event()
+
+    class Server:
+        async def listing(self, resource: Resource, _namespace: object, **_: object) -> Listing:
+            return Listing([gateway(1)] if resource is DEPLOYMENTS else [], "1")
+
+        async def watch(self, resource: Resource, *_: object, **__: object) -> AsyncIterator[WatchEvent]:
+            while True:
+                if resource is not DEPLOYMENTS:
+                    await asyncio.Event().wait()
+                if shown.empty():
+                    seen.set()
+                yield await shown.get()
+
+    async def processed(event: WatchEvent) -> None:
+        seen.clear()
+        shown.put_nowait(event)
+        await seen.wait()
+
+    cache = OwnedCache(Server(), changed=told.append)  # type: ignore[arg-type]
+    task = asyncio.create_task(cache.run())
+    await cache.listed(None)
+    await seen.wait()
+    found = cache.find(DEPLOYMENTS, "a", "d-0-gateway")
+    assert found == {"apiVersion": "apps/v1", "kind": "Deployment", **gateway(1, status=None)}
+    assert cache.find(DEPLOYMENTS, "b", "d-0-gateway") is cache.find(SERVICES, "a", "d-0-gateway") is None
+    assert cache.find(PODS, "a", "d-0-gateway") is None, "a kind that is not watched"
+    assert told == [("a", "d")]
+    versions = cache.versions("a", "d")
+    await processed(WatchEvent("MODIFIED", gateway(2)))
+    assert (told, cache.versions("a", "d")) == ([("a", "d")], versions)
+    changed = gateway(3, spec={"replicas": 7})
+    changed["metadata"]["generation"] = 2
+    await processed(WatchEvent("MODIFIED", changed))
+    assert told == [("a", "d")] * 2
+    found = cache.find(DEPLOYMENTS, "a", "d-0-gateway")
+    assert found is not None
+    assert found["spec"] == {"replicas": 7}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

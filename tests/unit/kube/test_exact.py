@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_operator.builders.names import MANAGER, Manifest
-from dsv4_operator.kube import Client, Invalid, Resource, apply_exactly
+from dsv4_operator.kube import Client, Invalid, Resource, apply_exactly, is_exact
 from dsv4_operator.kube.exact import foreign_changes
-from dsv4_testkit.fake_kube import FakeKube, merged
+from dsv4_testkit.fake_kube import FakeKube, fields, merged
 
 SERVICE: Manifest = {
     "apiVersion": "v1",
@@ -21,9 +20,6 @@ SERVICE: Manifest = {
     "metadata": {"namespace": "team", "name": "chat", "labels": {"app": "chat"}, "ownerReferences": [{"uid": "owner"}]},
     "spec": {"selector": {"app": "chat"}, "ports": [{"name": "http", "port": 8000, "protocol": "TCP"}]},
 }
-KEYS = ("port", "protocol")
-"""Keys of a Service's ports: items with equal values are the same item."""
-
 _names = st.sampled_from(["a", "b", "c", "d"])
 _trees = st.recursive(
     st.integers(0, 3) | st.lists(st.integers(0, 3), min_size=1, max_size=2),
@@ -31,17 +27,6 @@ _trees = st.recursive(
     max_leaves=8,
 )
 _specs = st.dictionaries(_names, _trees, min_size=1, max_size=4)
-
-
-def fields(value: Any) -> dict[str, Any]:
-    """Return the fields that an applier of `value` owns, as the API server writes them; scalar lists are atomic."""
-    if isinstance(value, dict):
-        return {f"f:{name}": fields(part) for name, part in value.items()}
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {
-            f"k:{json.dumps({key: one[key] for key in KEYS if key in one})}": {".": {}, **fields(one)} for one in value
-        }
-    return {}
 
 
 def beyond(added: Any, kept: Any) -> Any:
@@ -245,3 +230,83 @@ async def test_nothing_is_removed_from_another_object_of_the_name() -> None:
     with pytest.raises(Invalid):
         await apply_exactly(kube, {**SERVICE, "metadata": {**SERVICE["metadata"], "uid": "gone"}})
     assert not [verb for verb, _, _ in found.requests if verb in ("patch", "delete")]
+
+
+# The comparison that saves an apply.
+
+
+def created(wanted: Manifest, *, operation: str = "Update", **defaults: Any) -> Manifest:
+    """Return the object as the API server has it after its creation: the creator owns the defaults too."""
+    live = copy.deepcopy(wanted)
+    live["spec"] |= defaults
+    owned = {"metadata": wanted["metadata"], "spec": {**live["spec"]}}
+    owned["spec"].pop("clusterIP", None)
+    owned["metadata"] = {key: value for key, value in owned["metadata"].items() if key not in ("namespace", "name")}
+    own = {"manager": MANAGER, "operation": operation, "fieldsV1": fields(owned)}
+    live["metadata"] |= {"uid": "1", "resourceVersion": "1", "managedFields": [own]}
+    return live
+
+
+def test_an_object_as_it_was_created_or_applied_is_exact() -> None:
+    wanted = copy.deepcopy(SERVICE)
+    wanted["spec"]["ports"][0]["targetPort"] = 8000
+    live = created(wanted, sessionAffinity="None", internalTrafficPolicy="Cluster", clusterIP="192.0.2.7")
+    assert is_exact(wanted, live)
+    assert is_exact(wanted, created(wanted, operation="Apply"))
+    live["status"] = {"loadBalancer": {}}
+    live["metadata"]["managedFields"].append(
+        {"manager": "kcm", "operation": "Update", "subresource": "status", "fieldsV1": {"f:status": {}}}
+    )
+    assert is_exact(wanted, live), "the status is a controller's"
+
+
+@given(_specs, _specs)
+def test_a_difference_in_any_value_is_seen(own: Manifest, other: Manifest) -> None:
+    wanted = {"metadata": {"name": "x"}, "spec": own}
+    assert is_exact(wanted, created(wanted))
+    live = created({"metadata": {"name": "x"}, "spec": other})
+    assert is_exact(wanted, live) is (own == other)
+
+
+@given(_specs, _specs)
+def test_any_field_of_another_manager_is_seen(own: Manifest, foreign: Manifest) -> None:
+    wanted = {"metadata": {"name": "x"}, "spec": own}
+    added = beyond({"spec": foreign}, {"spec": own})
+    live = managed(wanted, {"metadata": {}, **(added or {})})
+    assert is_exact(wanted, live) is (added is None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": {"deletionTimestamp": "2026-11-27T00:00:00Z"}},
+        {"metadata": {"labels": None}},
+        {"metadata": {"labels": {"app": "other"}}},
+        {"metadata": {"ownerReferences": [{"uid": "another"}]}},
+        {"metadata": {"managedFields": None}},
+        {"spec": {"ports": [*SERVICE["spec"]["ports"], {"name": "more", "port": 9, "protocol": "TCP"}]}},
+        {"spec": {"ports": [{"name": "http", "port": 8000.0, "protocol": "TCP"}]}},
+        {"spec": {"selector": {"in": "truder"}}},
+        {"immutable": True},
+    ],
+)
+def test_changes_that_need_an_apply(change: Manifest) -> None:
+    live = created(SERVICE)
+    assert is_exact(SERVICE, live)
+    assert not is_exact(SERVICE, merged(live, change))
+
+
+def test_others_may_add_labels_and_owners_without_an_apply() -> None:
+    more = {"labels": {"team": "a"}, "ownerReferences": [{"uid": "owner"}, {"uid": "another"}]}
+    assert is_exact(SERVICE, merged(created(SERVICE), {"metadata": more}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("externalIPs", ["192.0.2.1"]), ("sessionAffinity", "ClientIP"), ("clientConfig", {"a": 1})]
+)
+def test_a_field_of_our_manager_that_is_no_longer_wanted_is_seen(field: str, value: object) -> None:
+    """Of an earlier version of the operator, or of a client that uses the name of our manager."""
+    assert not is_exact(SERVICE, created(SERVICE, **{field: value}))
+    inside = copy.deepcopy(SERVICE)
+    inside["spec"]["ports"][0][field] = value
+    assert not is_exact(SERVICE, created(inside))

@@ -11,6 +11,7 @@ from words import short, stranger
 from dsv4_operator.api import GroupPhase
 from dsv4_operator.lifecycle import (
     CollectEvidence,
+    Decision,
     Fence,
     Forget,
     Form,
@@ -39,7 +40,28 @@ def test_a_group_is_claimed_then_formed_then_serves(scene: Scene) -> None:
     assert (short(decision), scene.phase) == ([], GroupPhase.SERVING)
     assert scene.status.ready_time == scene.now - 1.0
     assert scene.status.restarts == ()
-    assert decision.next_time == scene.now + 1.0
+
+
+def test_a_group_that_serves_is_decided_again_when_a_member_may_first_be_silent(scene: Scene) -> None:
+    def seconds(decision: Decision) -> float:
+        return round(decision.next_time - scene.now, 2)
+
+    scene.serve()
+    scene.says(Phase.SERVING)
+    assert (seconds(scene.look()), scene.phase) == (3.1, GroupPhase.SERVING)
+    scene.members[1] = replace(scene.members[1], heard=scene.now + 1.0)
+    assert seconds(scene.look(1.5)) == 1.6, "of the member that was heard first"
+    assert seconds(scene.look(1.0)) == 1.0, "not at once"
+    decision = scene.look(0.6)
+    assert [member.silent_since is not None for member in scene.status.members] == [True, False]
+    assert seconds(decision) == 1.0
+    # By a clock that was set back since.
+    scene.members = [replace(member, heard=scene.now + 900.0) for member in scene.members]
+    assert seconds(scene.look()) == 3.1
+    scene.members[1] = replace(scene.members[1], heard=None, status=None)
+    assert seconds(scene.look()) == 1.0
+    scene.members[1] = replace(scene.members[1], waiting="its image is pulled")
+    assert seconds(scene.look()) == 1.0, "its agent cannot answer, so it is not silent"
 
 
 def test_numbers_that_others_use_are_left_out(scene: Scene) -> None:

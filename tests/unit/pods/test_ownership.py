@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import base64
 import copy
 import inspect
@@ -284,10 +285,10 @@ class Contended(FakeKube):
 
 async def test_an_object_that_is_replaced_repeatedly_is_an_error_after_six_attempts() -> None:
     wanted = deployment()
-    kube: Any = Contended()
+    kube: Any = Contended([frontend.public_service(wanted)])
     with pytest.raises(Conflict, match="was another object each time"):
         await OwnedObjects(kube).apply(frontend.public_service(wanted))
-    assert kube.asked() == ["get Service flash", "create Service flash", *["get Service flash"] * 5]
+    assert kube.asked() == ["get Service flash"] * 6
 
 
 class Elsewhere(FakeKube):
@@ -446,6 +447,21 @@ async def test_the_token_of_an_incarnation_is_of_the_key_that_gateways_have() ->
     made = kube.objects["Secret", "team", names.mounted_name(NAME, UID, 0, 2)]
     token = base64.b64decode(made["data"]["token"]).decode()
     assert token == token_of("another", token[:32])
+
+
+async def test_the_key_is_read_once_for_all_that_wait_for_it() -> None:
+    wanted = deployment().model_copy(update={"status": serving(1)})
+    kube: Any = FakeKube([member.token_key_secret(wanted, "KEY")])
+    real = kube.get
+
+    async def slow(*arguments: Any) -> Any:
+        await asyncio.sleep(0)
+        return await real(*arguments)
+
+    kube.get = slow
+    keys = TokenKeys(kube)
+    assert await asyncio.gather(*(keys.ensure(wanted) for _ in range(4))) == ["KEY"] * 4
+    assert kube.asked() == [f"get Secret {names.token_key_name(NAME, UID)}"]
 
 
 # Fencing.

@@ -11,10 +11,11 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Grou
 from dsv4_operator.backends.pods import PodsBackend, frontend
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.builders import names
+from dsv4_operator.kube import Resource
 from dsv4_operator.kube.cache import _version
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import Role
-from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.fake_kube import FakeKube, fields
 from dsv4_testkit.pod_objects import ALLOWED, deployment, sparks
 
 MEMBERS = tuple(
@@ -38,6 +39,9 @@ class View:
     def all(self) -> list[Any]:
         return []
 
+    def find(self, resource: Resource, namespace: str, name: str) -> Any:
+        return copy.deepcopy(self._kube.objects.get((resource.kind, namespace, name)))
+
     def versions(self, namespace: str, deployment: str) -> frozenset[tuple[str, str, str]]:
         return frozenset(
             (kind, name, one["metadata"]["resourceVersion"])
@@ -57,6 +61,60 @@ class Applied(FakeKube):
             if {**manifest, "metadata": {**about, **given}} == known:
                 return known
         return await super().apply(manifest, **options)
+
+
+class Managing(FakeKube):
+    """An API server that notes the fields of the operator, as that of Kubernetes does."""
+
+    async def create(self, manifest: Any, **options: Any) -> Any:
+        return self._managed(manifest, "Update", await super().create(manifest, **options))
+
+    async def apply(self, manifest: Any, **options: object) -> Any:
+        return self._managed(manifest, "Apply", await super().apply(manifest, **options))
+
+    def _managed(self, manifest: Any, operation: str, stored: Any) -> Any:
+        about = {key: value for key, value in manifest["metadata"].items() if key in ("labels", "ownerReferences")}
+        owned = {**{key: manifest[key] for key in ("spec", "data") if key in manifest}, "metadata": about}
+        entry = {"manager": names.MANAGER, "operation": operation, "fieldsV1": fields(owned)}
+        stored["metadata"]["managedFields"] = [entry]
+        kept = self.objects[manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"]]
+        kept["metadata"]["managedFields"] = [entry]
+        return stored
+
+
+async def test_a_restarted_operator_reads_only_the_key_and_writes_only_what_differs() -> None:
+    kube: Any = Managing({"apiVersion": "v1", "kind": "Node", **one} for one in sparks())
+    view, wanted = View(kube), deployment()
+
+    def another() -> PodsBackend:
+        kube.requests.clear()
+        cluster = Cluster(kube, view, runtime_image="runtime", policy=ALLOWED, owned=view)
+        return PodsBackend(cluster, changed=lambda *_: None)
+
+    backend = another()
+    await backend.ensure(wanted, plan_group(wanted, await backend.facts(wanted), group=0, incarnation=1))
+    await backend.ensure_frontend(wanted, STATUS)
+    made = kube.asked()
+    assert {one.split()[0] for one in made} == {"list", "create"}
+    assert len(made) == len(set(made)), "one request for each object"
+    wanted = wanted.model_copy(update={"status": STATUS})
+    key = f"get Secret {names.token_key_name(wanted.metadata.name, wanted.metadata.uid)}"
+    await another().ensure_frontend(wanted, STATUS)
+    assert kube.asked() == [key]
+    owned = [name for name in kube.objects if name[0] in KINDS - {"Secret"}]
+    owned.remove(
+        ("ConfigMap", wanted.metadata.namespace, names.mounted_name(wanted.metadata.name, wanted.metadata.uid, 0, 1))
+    )
+    assert len(owned) == 7
+    for name in owned:
+        before = copy.deepcopy(kube.objects[name])
+        changed = copy.deepcopy(before)
+        part = next(part for part in ("spec", "data") if part in changed)
+        changed[part] = {**changed[part], next(iter(changed[part])): "another"}
+        kube._put(name, changed)
+        await another().ensure_frontend(wanted, STATUS)
+        assert [one for one in kube.writes() if one.startswith("apply")] == [f"apply {name[0]} {name[2]}"]
+        assert kube.objects[name][part] == before[part]
 
 
 @pytest.fixture

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.pods import PodsBackend
 from dsv4_operator.backends.pods.cluster import Cluster
-from dsv4_operator.backends.pods.frontend import Superseded
+from dsv4_operator.backends.pods.frontend import Superseded, move_head
+from dsv4_operator.backends.pods.ownership import OwnedObjects
+from dsv4_operator.builders import member, names
 from dsv4_operator.kube import Conflict
 from dsv4_operator.planning import plan_group
 from dsv4_runtime.contract import GroupPlan
@@ -78,3 +80,24 @@ async def test_the_api_server_decides_between_two_operators_that_form_concurrent
         kube.objects["Service", "team", f"{wanted.metadata.name}-0-head"]["spec"]["selector"]["dsv4.dev/incarnation"]
         == "3"
     )
+
+
+async def test_a_late_operator_does_not_form_on_the_word_of_its_cache(kube: FakeKube) -> None:
+    """Its watch is behind: it shows the head of the incarnation that was superseded."""
+    wanted, api = deployment(), cast("Any", kube)
+    service = member.head_service(wanted, 0, 1)
+    own = {"manager": names.MANAGER, "operation": "Update", "fieldsV1": {}}
+    shown = {**service, "metadata": {**service["metadata"], "uid": "u", "managedFields": [own]}}
+
+    class Behind:
+        def find(self, *_: object) -> Any:
+            return shown
+
+    owned = OwnedObjects(api, cast("Any", Behind()))
+    kube._put(("Service", "team", service["metadata"]["name"]), member.head_service(wanted, 0, 2))
+    assert owned.is_current(service)
+    with pytest.raises(Superseded):
+        await move_head(owned, wanted, 0, 1)
+    kube.requests.clear()
+    await move_head(owned, wanted, 0, 1, repair=True)
+    assert kube.asked() == [], "a repair needs no request: the watch brings the later state"

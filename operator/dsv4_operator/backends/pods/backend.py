@@ -450,8 +450,8 @@ class PodsBackend:
         size = deployment.spec.topology.nodes_per_group
         for group in range(deployment.spec.replicas):
             members = self._members(deployment, group)
-            running = [one for one in members if (one.pod.get("status") or {}).get("phase") == "Running"]
-            if len(running) != size or len({one.incarnation for one in members}) != 1:
+            alive = [one for one in members if not scheduling.has_ended(one.pod) and not _is_deleted(one.pod)]
+            if len(alive) != size or len({one.incarnation for one in members}) != 1:
                 return False
         return True
 
@@ -676,6 +676,10 @@ class KubeRayBackend(PodsBackend):
             if names.number(one, names.GROUP) == group and (problem := _failed_condition(one))
         )
         return tuple(sorted((*found, *problems)))
+
+
+def _is_deleted(pod: Manifest) -> bool:
+    return bool(pod["metadata"].get("deletionTimestamp"))
 
 
 def _nodes_of_latest(members: Sequence[Member]) -> dict[int, str]:

@@ -22,6 +22,8 @@ _DEFAULT_POLICY = ClusterPolicy()
 
 _RESERVED_SECONDS = 15.0
 """Duration of the reservation of a plan's nodes until its pods are created; a status is written before."""
+_KNOWN = 4096
+"""Deployments whose policy violations are remembered."""
 _MADE_SECONDS = 60.0
 """Time after which a pod that was to be created must have been observed: requests take 30 s at most."""
 
@@ -69,7 +71,7 @@ class Cluster:
         self.kube: KubeReader = kube
         self.client = kube
         """Only for the construction of `OwnedObjects`; no other code writes."""
-        self.objects = OwnedObjects(kube)
+        self.objects = OwnedObjects(kube, owned)
         self.owned = owned
         self.pods = pods
         self._nodes = nodes
@@ -79,6 +81,8 @@ class Cluster:
         """By uid of the pod: resource version and requests, because parsing quantities is expensive."""
         self._reserved: dict[Owner, _Reserved] = {}
         self._snapshot_time: float | None = None
+        self._forbidden: dict[str, tuple[DSV4Deployment, tuple[Finding, ...]]] = {}
+        """Latest object and violations of each deployment, by its uid."""
         self.scheduling = asyncio.Lock()
         """Held from a snapshot until its result is reserved: two groups must not take the same nodes."""
 
@@ -116,7 +120,15 @@ class Cluster:
 
     def forbidden(self, deployment: DSV4Deployment) -> tuple[Finding, ...]:
         """Return the policy violations of `deployment`."""
-        return violations(deployment, self._host.policy, self._host.runtime_image)
+        uid = deployment.metadata.uid or ""
+        known = self._forbidden.get(uid)
+        # Each reconcile asks several times about the same object.
+        if known is None or known[0] is not deployment:
+            if len(self._forbidden) >= _KNOWN:
+                self._forbidden.clear()
+            known = deployment, violations(deployment, self._host.policy, self._host.runtime_image)
+            self._forbidden[uid] = known
+        return known[1]
 
     async def snapshot(self, seconds: float, asked: float | None = None) -> Snapshot:
         """Return all nodes and pods, at most `seconds` older than the request. Must be called with `scheduling` held.

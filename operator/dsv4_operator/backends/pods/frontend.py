@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import functools
@@ -38,6 +39,7 @@ class TokenKeys:
         self._objects = OwnedObjects(kube)
         self._known: dict[tuple[str, str], tuple[str | None, str, float]] = {}
         """By namespace and name: uid of the deployment, key, and monotonic time of the latest confirmation."""
+        self._reading: dict[tuple[str, str], asyncio.Lock] = {}
 
     async def ensure(self, deployment: DSV4Deployment, seconds: float = _FRESH_SECONDS) -> str:
         """Return the key, confirmed by the API server within the last `seconds`; created if it is missing.
@@ -47,14 +49,17 @@ class TokenKeys:
             KubeError: see `_key_of`.
         """
         metadata = deployment.metadata
-        known = self._known.get((metadata.namespace, metadata.name))
-        if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= seconds:
-            return known[1]
-        # Tokens of running agents derive from this key, so a deleted Secret is created again with the same content.
-        earlier = known[1] if known is not None and known[0] == metadata.uid else None
-        key = await self._key_of(deployment, earlier)
-        self._known[metadata.namespace, metadata.name] = metadata.uid, key, time.monotonic()
-        return key
+        name = metadata.namespace, metadata.name
+        # One request for all that wait for it.
+        async with self._reading.setdefault(name, asyncio.Lock()):
+            known = self._known.get(name)
+            if known is not None and known[0] == metadata.uid and time.monotonic() - known[2] <= seconds:
+                return known[1]
+            # Tokens of running agents derive from this key: a deleted Secret is created again with the same content.
+            earlier = known[1] if known is not None and known[0] == metadata.uid else None
+            key = await self._key_of(deployment, earlier)
+            self._known[name] = metadata.uid, key, time.monotonic()
+            return key
 
     async def make_token(self, deployment: DSV4Deployment, group_index: int, incarnation: int) -> None:
         """Create the Secret with the token of a new incarnation, unless it exists.
@@ -104,6 +109,7 @@ class TokenKeys:
     def release(self, namespace: str, name: str) -> None:
         """Drop the data of one deployment."""
         self._known.pop((namespace, name), None)
+        self._reading.pop((namespace, name), None)
 
 
 async def require_secrets(kube: KubeReader, deployment: DSV4Deployment) -> None:
@@ -321,7 +327,7 @@ class Frontends:
         await frontend.ensure(deployment, status)
         for group in status.groups:
             if group.phase in ALIVE and group.members:
-                await move_head(self._cluster.objects, deployment, group.index, group.incarnation)
+                await move_head(self._cluster.objects, deployment, group.index, group.incarnation, repair=True)
                 service = member.incarnation_service(deployment, group.index, group.incarnation)
                 await self._cluster.objects.apply(service)
         name = deployment.metadata.namespace, deployment.metadata.name
@@ -361,12 +367,21 @@ class Frontends:
         return not settling or bool(_names(known.versions) - _names(versions))
 
 
-async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int, incarnation: int) -> None:
+async def move_head(
+    owned: OwnedObjects, deployment: DSV4Deployment, group: int, incarnation: int, *, repair: bool = False
+) -> None:
     """Set the incarnation of the head's Service, unless it has a later one.
 
     The API server compares versions: of two operators that form at once, one that has lost its lease without noticing
     gets no further, and its incarnation does not return. Pods that it had created before do not start, because fencing
     removed the plan that they mount.
+
+    Args:
+        owned: the objects.
+        deployment: the deployment of the group.
+        group: index of the group.
+        incarnation: the wanted incarnation.
+        repair: whether the cache suffices to prove that nothing is to be done, because nothing is formed.
 
     Raises:
         Superseded: a later incarnation was formed.
@@ -374,9 +389,12 @@ async def move_head(owned: OwnedObjects, deployment: DSV4Deployment, group: int,
         KubeError: the Service was changed at the same time, or the API server refused it.
     """
     wanted = member.head_service(deployment, group, incarnation)
-    live = await owned.find(wanted)
+    if repair and owned.is_current(wanted):
+        return
+    live = await owned.find(wanted) if owned.may_exist(wanted) else None
     if live is None:
-        await owned.create(wanted)
+        if await owned.create(wanted):
+            return
         live = await owned.find(wanted)
         if live is None:
             raise Conflict(f"Service {wanted['metadata']['name']} was created and removed by another client")

@@ -15,7 +15,18 @@ from dsv4_operator.api import KIND, Reason
 from dsv4_operator.backends.base import BackendError
 from dsv4_operator.builders import names
 from dsv4_operator.builders.names import MANAGER, Manifest
-from dsv4_operator.kube import AlreadyExists, Client, Conflict, Invalid, NotFound, Resource, apply_exactly, resource_of
+from dsv4_operator.kube import (
+    AlreadyExists,
+    Client,
+    Conflict,
+    Invalid,
+    NotFound,
+    OwnedCache,
+    Resource,
+    apply_exactly,
+    is_exact,
+    resource_of,
+)
 
 _TRIES = 6
 _RETRY_SECONDS = 2.0
@@ -37,8 +48,31 @@ class ObjectTerminating(BackendError):
 class OwnedObjects:
     """Creates, applies and deletes objects of deployments; see the module."""
 
-    def __init__(self, kube: Client) -> None:
+    def __init__(self, kube: Client, cache: OwnedCache | None = None) -> None:
+        """Args:
+        kube: the API server.
+        cache: the objects as watches show them; None: they are read before they are applied.
+        """
         self._kube = kube
+        self._cache = cache
+
+    def may_exist(self, manifest: Manifest) -> bool:
+        """Return whether an object of that kind and name, of any owner, is in the cache, or there is no cache."""
+        return self._cache is None or self._cached(manifest) is not None
+
+    def is_current(self, manifest: Manifest) -> bool:
+        """Return whether the deployment's object is as in `manifest` by the cache, so that an apply changes nothing.
+
+        A later change by another client reaches the cache too, and causes another reconcile.
+        """
+        known = self._cached(manifest)
+        return known is not None and is_exact(manifest, known)
+
+    def _cached(self, manifest: Manifest) -> Manifest | None:
+        if self._cache is None:
+            return None
+        metadata = manifest["metadata"]
+        return self._cache.find(resource_of(manifest), metadata["namespace"], metadata["name"])
 
     async def find(self, manifest: Manifest) -> Manifest | None:
         """Return the live object with kind, name and owner of `manifest`; None if there is none.
@@ -75,21 +109,26 @@ class OwnedObjects:
         raise Conflict(f"{_name(manifest)} is created and removed again and again")
 
     async def apply(self, manifest: Manifest) -> None:
-        """Create the object, or apply it over the deployment's existing one.
+        """Create the object, or apply it over the deployment's existing one unless that is the same.
 
         Raises:
             ForeignObject: an object of that name belongs to another owner.
             ObjectTerminating: it is about to be removed.
             KubeError: the API server refused the object.
         """
+        if self.is_current(manifest):
+            return
+        # Without a search if the cache shows none: an object that it lacks yet prevents the creation.
+        missing = not self.may_exist(manifest)
         for _ in range(_TRIES):
-            live = await self.find(manifest)
+            live = None if missing else await self.find(manifest)
+            missing = False
             try:
                 # Apply would create a missing object too, but also adopt one that was created meanwhile.
                 if live is None:
-                    live = await self._kube.create(manifest)
-                # At once after a creation too, so that another operator that applies the same object writes nothing.
-                await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
+                    await self._kube.create(manifest)
+                elif not is_exact(manifest, live):
+                    await self._apply(live, manifest, {"uid": live["metadata"]["uid"]})
             except (AlreadyExists, Conflict, NotFound):
                 # Another object has that name now.
                 continue
@@ -101,7 +140,7 @@ class OwnedObjects:
         raise Conflict(f"{_name(manifest)} was another object each time before it could be written")
 
     async def apply_over(self, live: Manifest, manifest: Manifest) -> None:
-        """Apply `manifest` over exactly the version `live` of the object, which `find` returned.
+        """Apply `manifest` over exactly the version `live` of the object, which `find` returned, unless it is the same.
 
         Raises:
             ForeignObject: an object of another owner has its name now.
@@ -109,6 +148,8 @@ class OwnedObjects:
             Conflict: it was changed since.
             KubeError: the API server refused the object.
         """
+        if is_exact(manifest, live):
+            return
         try:
             await self._apply(live, manifest, {name: live["metadata"][name] for name in ("uid", "resourceVersion")})
         except Invalid:

@@ -761,4 +761,32 @@ BACKENDS = (
             "has_not_ended",
         ),
     ),
+    Mutant(
+        "an operator whose watch is behind forms an older incarnation",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "    if repair and owned.is_current(wanted):\n",
+        "    if owned.is_current(wanted):\n",
+        ("tests/unit/pods/test_superseded.py",),
+    ),
+    Mutant(
+        "a restarted operator reads every object",
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        "        if self.is_current(manifest):\n            return\n",
+        "",
+        ("tests/unit/pods/test_repair.py",),
+    ),
+    Mutant(
+        "an object is searched before it is created",
+        f"{_OPERATOR}/backends/pods/ownership.py",
+        "        missing = not self.may_exist(manifest)\n",
+        "        missing = False\n",
+        ("tests/unit/pods/test_reserving.py",),
+    ),
+    Mutant(
+        "the key is read once for each that waits for it",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "        async with self._reading.setdefault(name, asyncio.Lock()):\n",
+        "        async with asyncio.Lock():\n",
+        _OWNERSHIP,
+    ),
 )
