@@ -33,10 +33,20 @@ ACCESS = [
 
 
 def command(node: str, programs: Path, plane: ControlPlane) -> list[str]:
-    """Return the command of one node, with the settings of k3s: no routes and no Services, only policies."""
+    """Return the command of one node, with the settings of k3s: no routes and no Services, only policies.
+
+    It ends where its node does not exist yet, so it starts after the kubelet has registered the node.
+    """
+    access = plane.kubeconfig(USER)
     return [
+        "/bin/sh",
+        "-c",
+        'until "$0" --kubeconfig="$1" get node "$2" >/dev/null 2>&1; do sleep 1; done; shift 2; exec "$@"',
+        str(programs / "kubectl"),
+        str(access),
+        node,
         str(programs / "kube-router"),
-        f"--kubeconfig={plane.kubeconfig(USER)}",
+        f"--kubeconfig={access}",
         f"--hostname-override={node}",
         f"--service-cluster-ip-range={plane.place.addresses.services}",
         "--run-firewall=true",
