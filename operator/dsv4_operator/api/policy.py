@@ -51,6 +51,14 @@ _Flag = Annotated[str, Matches(r"--[a-z0-9][a-z0-9-]*", "is not a flag of vLLM; 
 _Variable = Annotated[
     str, Matches(r"\*|[A-Za-z_][A-Za-z0-9_]*", "is not the name of an environment variable; write a name, or *", 256)
 ]
+_RuntimeClass = Annotated[
+    str,
+    Matches(
+        r"|[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
+        "is not the name of a RuntimeClass; write a name such as nvidia, or nothing",
+        253,
+    ),
+]
 _Image = Annotated[
     str, Matches(r"[a-z0-9][\w.:/@-]*", "is not an image; write a name, or a prefix that ends with /, : or @")
 ]
@@ -89,6 +97,8 @@ class ClusterPolicy(SpecPart):
     """Allowed values of `spec.topology.scheduler.type`; the chart grants the operator the permissions for these."""
     device_groups: tuple[Annotated[Count, Field(ge=1, le=2**31 - 1)], ...] = ()
     """Supplementary group ids with which members may open the nodes' devices, if those are not open to all users."""
+    runtime_class: _RuntimeClass = ""
+    """RuntimeClass of members with GPUs, where the default runtime of nodes does not give them the driver."""
 
 
 def parse_policy(text: str) -> ClusterPolicy:

@@ -141,6 +141,8 @@ def member_pod(deployment: DSV4Deployment, plan: GroupPlan, rank: int, *, host: 
     if topology.resource_claim_template is not None:
         claim = {"name": _CLAIM, "resourceClaimTemplateName": topology.resource_claim_template}
         spec["resourceClaims"] = [claim]
+    if topology.hardware is not Hardware.CPU and host.policy.runtime_class:
+        spec["runtimeClassName"] = host.policy.runtime_class
     if topology.scheduler is not None:
         spec["nodeSelector"] = dict(topology.node_selector)
         spec["topologySpreadConstraints"] = [spread(deployment, group)]

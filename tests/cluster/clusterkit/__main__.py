@@ -29,6 +29,7 @@ def _arguments() -> argparse.Namespace:
     up = commands.add_parser("up", help="start a cluster that stays")
     up.add_argument("--nodes", type=int, default=2, help="real nodes (default: %(default)s)")
     up.add_argument("--fake", type=int, default=0, help="nodes of KWOK (default: %(default)s)")
+    up.add_argument("--k3s", action="store_true", help="with k3s' datastore (kine) and policy controller (kube-router)")
     commands.add_parser("down", help="end it, and remove what one that was killed has left")
     node = commands.add_parser("node", help="power and cable of a real node")
     node.add_argument("action", choices=["stop", "start", "cut", "plug"])
@@ -45,7 +46,7 @@ def main() -> int:
     said = _arguments()
     match said.command:
         case "up":
-            cluster = lifetime.start(Settings(said.name, said.nodes, said.fake))
+            cluster = lifetime.start(Settings(said.name, said.nodes, said.fake, said.k3s))
             say("is up. To use it:")
             print(f'export KUBECONFIG={cluster.kubeconfig} PATH="{cluster.programs}:$PATH"')
         case "down":

@@ -87,6 +87,43 @@ MODULES = {
             (Program("helm", "helm.sh/helm/v4/cmd/helm", {"helm.sh/helm/v4/internal/version.version": "{version}"}),),
             {},
         ),
+        # The major version before, with which k3s up to 1.34 installs a HelmChart.
+        Module(
+            "helm3",
+            "helm.sh/helm/v3",
+            (Program("helm", "helm.sh/helm/v3/cmd/helm", {"helm.sh/helm/v3/internal/version.version": "{version}"}),),
+            {},
+        ),
+        Module(
+            "kine",
+            "github.com/k3s-io/kine",
+            (Program("kine", "github.com/k3s-io/kine", {"github.com/k3s-io/kine/pkg/version.Version": "{version}"}),),
+            {},
+        ),
+        Module(
+            "kuberouter",
+            "github.com/cloudnativelabs/kube-router/v2",
+            (
+                Program(
+                    "kube-router",
+                    "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router",
+                    {"github.com/cloudnativelabs/kube-router/v2/pkg/version.Version": "{version}"},
+                ),
+            ),
+            {},
+        ),
+        Module(
+            "helmcontroller",
+            "github.com/k3s-io/helm-controller",
+            (
+                Program(
+                    "helm-controller",
+                    "github.com/k3s-io/helm-controller",
+                    {"github.com/k3s-io/helm-controller/pkg/version.Version": "{version}"},
+                ),
+            ),
+            {},
+        ),
         Module(
             "prometheus",
             "github.com/prometheus/prometheus",
@@ -107,6 +144,10 @@ MODULES = {
         ),
     )
 }
+
+
+K3S = ("kine", "kuberouter", "helmcontroller", "helm3")
+"""Parts of k3s that are Go modules; only the clusters and tests that need them build them."""
 
 
 def go() -> str:
@@ -134,6 +175,11 @@ def folder(module: Module) -> Path:
         if file.suffix in {".go", ".mod", ".sum"}:
             digest.update(file.relative_to(SOURCES).as_posix().encode() + b"\0" + file.read_bytes())
     return CACHE / f"{module.name}-{digest.hexdigest()[:16]}"
+
+
+def unbuilt(*names: str) -> list[str]:
+    """Return those of these modules that are not built yet."""
+    return [name for name in names if not folder(MODULES[name]).is_dir()]
 
 
 def built(name: str) -> Path:

@@ -67,7 +67,7 @@ class ControlPlane:
         Raises:
             ClusterError: a part ended, or the API server was not ready in time.
         """
-        etcd = self._etcd()
+        etcd = self._kine() if self.place.settings.k3s else self._etcd()
         self._run("kube-apiserver", self._apiserver(etcd))
         until("the API server", self._ready, seconds=READY_SECONDS)
         manager = self.kubeconfig("system:kube-controller-manager")
@@ -122,6 +122,19 @@ class ControlPlane:
             f"--etcd-certfile={client.certificate}",
             f"--etcd-keyfile={client.key}",
         ]
+
+    def _kine(self) -> list[str]:
+        """Start the datastore of a k3s server: SQLite behind the API of etcd, at a socket that only root may open."""
+        folder = self.place.files / "kine"
+        folder.mkdir(mode=0o700)
+        # Those of k3s.
+        options = "_journal=WAL&cache=shared&_busy_timeout=30000&_txlock=immediate"
+        self._run("kine", [
+            f"--endpoint=sqlite://{folder / 'state.db'}?{options}",
+            f"--listen-address=unix://{folder / 'kine.sock'}",
+            "--metrics-bind-address=0",
+        ])  # fmt: skip
+        return [f"--etcd-servers=unix://{folder / 'kine.sock'}"]
 
     def _apiserver(self, etcd: list[str]) -> list[str]:
         place = self.place

@@ -67,6 +67,8 @@ class Settings:
     """Number of real nodes, each with containerd and kubelet."""
     fake: int = 0
     """Number of nodes that only KWOK simulates."""
+    k3s: bool = False
+    """Parts of k3s: its datastore instead of etcd, and the controller that enforces network policies on real nodes."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -87,7 +89,8 @@ class Settings:
     @property
     def modules(self) -> list[str]:
         """The Go modules of its programs."""
-        return ["kubernetes", *(["kwok"] if self.fake else []), *(["coredns"] if self.nodes else [])]
+        modules = ["kubernetes", *(["kwok"] if self.fake else []), *(["coredns"] if self.nodes else [])]
+        return [*modules, *(["kine"] if self.k3s else []), *(["kuberouter"] if self.k3s and self.nodes else [])]
 
     @property
     def cgroup(self) -> str:

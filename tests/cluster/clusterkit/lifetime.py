@@ -50,7 +50,7 @@ def start(settings: Settings) -> Cluster:
 
 def prepare(settings: Settings) -> None:
     """Install and build the parts of a cluster with these settings; a first build takes minutes."""
-    needs.provide(nodes=bool(settings.nodes), images=False)
+    needs.provide(nodes=bool(settings.nodes), images=False, policies=bool(settings.k3s and settings.nodes))
     for module in settings.modules:
         build.built(module)
 

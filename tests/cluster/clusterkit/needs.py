@@ -19,13 +19,18 @@ _FOR_NODES = {
     "iptables": "iptables",
     "unshare": "util-linux",
 }
+_FOR_POLICIES = {"ipset": "ipset"}
 _FOR_IMAGES = {"buildah": "buildah", "debootstrap": "debootstrap"}
 INSTALL_SECONDS = 600.0
 
 
-def missing(*, nodes: bool, images: bool) -> list[str]:
+def missing(*, nodes: bool, images: bool, policies: bool = False) -> list[str]:
     """Return the Debian packages that are missing."""
-    wanted = {**(_FOR_NODES if nodes else {}), **(_FOR_IMAGES if images else {})}
+    wanted = {
+        **(_FOR_NODES if nodes else {}),
+        **(_FOR_IMAGES if images else {}),
+        **(_FOR_POLICIES if policies else {}),
+    }
     # Programs of administrators are not on every user's path.
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     return [
@@ -35,11 +40,11 @@ def missing(*, nodes: bool, images: bool) -> list[str]:
     ]
 
 
-def lacks(*, nodes: bool, images: bool) -> str | None:
+def lacks(*, nodes: bool, images: bool, policies: bool = False) -> str | None:
     """Return in one sentence with the remedy why this machine cannot run such a cluster; None if it can."""
     if (nodes or images) and os.geteuid() != 0:
         return "real nodes and images need root, and this process is not (nodes of KWOK do not: --nodes 0 --fake 8)"
-    packages = missing(nodes=nodes, images=images)
+    packages = missing(nodes=nodes, images=images, policies=policies)
     if packages and not (shutil.which("apt-get") and _may_install()):
         return _refusal(packages)
     return None
@@ -58,15 +63,15 @@ def _confirmed(packages: list[str]) -> bool:
     return not sys.stdin.readline().strip().lower().startswith("n")
 
 
-def provide(*, nodes: bool, images: bool) -> None:
+def provide(*, nodes: bool, images: bool, policies: bool = False) -> None:
     """Install missing packages.
 
     Raises:
         ClusterError: this is not possible here; the text has the remedy.
     """
-    if reason := lacks(nodes=nodes, images=images):
+    if reason := lacks(nodes=nodes, images=images, policies=policies):
         raise ClusterError(reason)
-    packages = missing(nodes=nodes, images=images)
+    packages = missing(nodes=nodes, images=images, policies=policies)
     if packages and not _confirmed(packages):
         raise ClusterError(_refusal(packages))
     if packages:
@@ -75,7 +80,7 @@ def provide(*, nodes: bool, images: bool) -> None:
         run("apt-get", "-qq", "update", seconds=INSTALL_SECONDS, env=quiet)
         command = ("apt-get", "-qq", "install", "-y", "--no-install-recommends")
         run(*command, *packages, seconds=INSTALL_SECONDS, env=quiet)
-    if packages := missing(nodes=nodes, images=images):
+    if packages := missing(nodes=nodes, images=images, policies=policies):
         raise ClusterError(_refusal(packages))
 
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterkit import archive, cgroups, network, pki, processes
+from clusterkit import archive, cgroups, network, pki, policies, processes
 from clusterkit.controlplane import ControlPlane
 from clusterkit.layout import DOMAIN
 from clusterkit.processes import Process, run
@@ -75,6 +75,8 @@ class Node:
             "kubelet": [str(part) for part in kubelet],
             "kube-proxy": [str(self.programs / "kube-proxy"), f"--config={directory / 'kube-proxy.json'}"],
         }
+        if plane.place.settings.k3s:
+            others["kube-router"] = policies.command(self.name, self.programs, plane)
         plan: dict[str, object] = {
             "name": self.name,
             "directory": str(directory),

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from clusterkit import build, controlplane, dns, kwok, layout, leftovers, network, nodes
+from clusterkit import build, controlplane, dns, kwok, layout, leftovers, network, nodes, policies
 from clusterkit.client import Cluster
 from clusterkit.controlplane import ControlPlane, Place
 from clusterkit.layout import Addresses, Settings, State
@@ -120,6 +120,8 @@ class Supervisor:
         assert self.plane
         assert self.switch
         cluster.apply(*dns.ACCESS)
+        if self.settings.k3s:
+            cluster.apply(*policies.ACCESS)
         self.parts.append(dns.start(programs, self.plane))
         for index, name in enumerate(self.settings.node_names, 1):
             node = nodes.Node(name, index, self.plane, programs, self.switch)

@@ -125,8 +125,8 @@ def test_images_are_allowed_by_name_by_their_beginning_or_by_namespace() -> None
 
 
 def test_a_policy_is_read_as_the_chart_writes_it() -> None:
-    text = json.dumps({**VALUES["policy"], "storageRoots": [], "deviceGroups": [44]})
-    assert parse_policy(text) == ClusterPolicy(storage_roots=(), device_groups=(44,))
+    text = json.dumps({**VALUES["policy"], "storageRoots": [], "deviceGroups": [44], "runtimeClass": "nvidia"})
+    assert parse_policy(text) == ClusterPolicy(storage_roots=(), device_groups=(44,), runtime_class="nvidia")
     assert parse_policy("") == ClusterPolicy()
     with pytest.raises(PolicyError, match="invalid YAML"):
         parse_policy("{")
@@ -140,6 +140,10 @@ def test_a_policy_is_read_as_the_chart_writes_it() -> None:
         ({"modelRoots": ["/a/../b"]}, "policy.modelRoots[0]: "),
         ({"modelRoots": ["/"]}, "policy.modelRoots[0]: "),
         ({"deviceGroups": [0]}, "policy.deviceGroups[0]: 0 is out of range"),
+        (
+            {"runtimeClass": "Nvidia"},
+            'policy.runtimeClass: "Nvidia" is not the name of a RuntimeClass; write a name such as ',
+        ),
     ],
 )
 def test_invalid_policies_are_refused(data: dict[str, Any], words: str) -> None:

@@ -133,6 +133,13 @@ def test_members_are_unprivileged_with_no_capability_but_locked_memory_for_rdma(
     assert grouped["spec"]["securityContext"]["supplementalGroups"] == [44, 109]
 
 
+def test_only_members_with_gpus_have_the_administrators_runtime_class() -> None:
+    assert "runtimeClassName" not in changed("flash-2x-spark")["spec"]
+    host = replace(HOST, policy=ClusterPolicy(runtime_class="nvidia"))
+    assert changed("flash-2x-spark", host)["spec"]["runtimeClassName"] == "nvidia"
+    assert "runtimeClassName" not in changed("nano", host)["spec"]
+
+
 def test_only_the_administrators_image_is_root_and_only_to_give_the_folder_away() -> None:
     other = "registry.example/mine@sha256:" + "2" * 64
     pod = changed("nano", engine={"image": other, "profile": "vllm-cpu-0.32"})

@@ -89,6 +89,7 @@ def test_kubectl_never_ends(world: World) -> None:
         ('E1121 19:30:45.1 1 memcache.go:265] "Unhandled"\nThe connection was refused', "The connection was refused"),
         ("Warning: old\n\nError from server (Forbidden): no", "Error from server (Forbidden): no"),
         ("Warning: old", "Warning: old"),
+        ('time="2026-11-27T20:00:00Z" level=warning msg="Unable to read"\nerror: open f: denied', "open f: denied"),
         ("", "it printed no message"),
     ],
 )
@@ -106,6 +107,13 @@ def test_there_is_no_context(world: World) -> None:
     world.set("errors", config="error: current-context must exist in order to minify")
     with raises_naming(KubectlError, "current-context must exist", "give --context"):
         _ = ClusterSource(None, None, None).namespace
+
+
+def test_the_kubeconfig_of_k3s_is_readable_by_root_only(world: World) -> None:
+    file = "/etc/rancher/k3s/k3s.yaml"
+    world.set("errors", get=f'error: error loading config file "{file}": open {file}: permission denied')
+    with raises_naming(KubectlError, "permission denied", "set KUBECONFIG to a copy of yours"):
+        ClusterSource(None, None, "default").get_all()
 
 
 def test_names_are_never_options(world: World, deployed: Callable[..., Any]) -> None:

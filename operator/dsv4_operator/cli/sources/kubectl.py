@@ -29,12 +29,13 @@ _LOOPBACK = "127.0.0.1"
 _POD_SECONDS = 15
 _POLL_SECONDS = 0.02
 _LISTENING = re.compile(rf"Forwarding from {re.escape(_LOOPBACK)}:(\d+) ->")
-# Lines on the stderr of kubectl that are not the error: its own log, and warnings.
-_NOISE = re.compile(r"[EIWF]\d{4} |Warning: |Defaulted container ")
+# Lines on the stderr of kubectl that are not the error: its own log, that of k3s, and warnings.
+_NOISE = re.compile(r'[EIWF]\d{4} |Warning: |Defaulted container |time="[^"]*" level=warning ')
 # Causes that the messages of kubectl leave open.
 _HINTS = {
     "doesn't have a resource type": "is dsv4 installed in this cluster?",
     "no answer within": "is the cluster reachable?",
+    "/etc/rancher/k3s/k3s.yaml": "only root may read that file of k3s; set KUBECONFIG to a copy of yours",
     "current-context must exist": "there is no present context; give --context, or `kubectl config use-context`",
 }
 

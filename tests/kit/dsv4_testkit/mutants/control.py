@@ -20,6 +20,13 @@ CONTROL = (
         ("tests/unit/pods/test_scheduling.py",),
     ),
     Mutant(
+        "members without GPUs have the RuntimeClass of GPUs",
+        f"{_OPERATOR}/builders/member.py",
+        "    if topology.hardware is not Hardware.CPU and host.policy.runtime_class:",
+        "    if host.policy.runtime_class:",
+        ("tests/unit/builders/test_golden.py",),
+    ),
+    Mutant(
         "a group spans several values of its topology key",
         f"{_OPERATOR}/backends/pods/scheduling.py",
         "        domains[_label(node, key)].append(node)",
