@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,7 +16,7 @@ from dsv4_runtime.agent.context import trace_settings
 from dsv4_runtime.gateway.metrics import Traces, open_traces
 from dsv4_runtime.util import trace_receiver
 from dsv4_testkit.otlp import Receiver
-from dsv4_testkit.waiting import free_port
+from dsv4_testkit.waiting import free_port, until
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once upon a time", "max_tokens": 5}
@@ -148,6 +149,7 @@ async def test_an_unsampled_parent_is_kept_and_sends_nothing(kit, receiver, trac
 
 async def test_without_a_receiver_requests_are_answered_and_the_end_is_quick(kit, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    before = set(threading.enumerate())
     traces = Traces(f"http://127.0.0.1:{free_port()}", {})
     async with kit.Lab(traces=traces) as lab:
         for _ in range(5):
@@ -155,6 +157,8 @@ async def test_without_a_receiver_requests_are_answered_and_the_end_is_quick(kit
     began = time.monotonic()
     traces.close()
     assert time.monotonic() - began < 30
+    # It sets its pauses with the global `random`, which Hypothesis observes in the tests after this one.
+    await until(lambda: not any(thread.daemon for thread in {*threading.enumerate()} - before))
 
 
 async def test_off_the_clients_context_passes_through(kit):
