@@ -1,6 +1,6 @@
 """Benchmark of the operator: rate of group formation, cost at rest, and processor time of all components.
 
-    python benchmarks/operator_scale.py                     # its own cluster: 50 nodes of KWOK, removed afterwards
+    python benchmarks/operator_scale.py                     # its own cluster of KWOK's nodes, removed afterwards
     python benchmarks/operator_scale.py --cluster NAME      # a running cluster (clusterkit up --nodes 0 --fake 50)
     python benchmarks/operator_scale.py --kuberay           # and as many RayClusters of KubeRay, with the ratios
 
@@ -57,7 +57,8 @@ from dsv4_testkit.scale import counts
 from dsv4_testkit.scripted_agent import routed
 
 ROOT = Path(__file__).parents[1]
-NODES = 50
+NODES, DEPLOYMENTS_OF_A_NODE = 50, 10
+"""Least number of nodes, and the number of deployments whose members and gateways have room on one."""
 _FORM_SECONDS = 900.0
 _SETTLE_SECONDS = 15.0
 _REMOVE_SECONDS = 300.0
@@ -390,9 +391,10 @@ def _end(operator: OperatorProcess) -> None:
 
 
 @contextlib.contextmanager
-def _cluster(name: str | None) -> Iterator[Cluster]:
+def _cluster(name: str | None, deployments: int) -> Iterator[Cluster]:
     if name is None:
-        with lifetime.lasting(Settings("bench", nodes=0, fake=NODES)) as cluster:
+        nodes = max(NODES, deployments // DEPLOYMENTS_OF_A_NODE)
+        with lifetime.lasting(Settings("bench", nodes=0, fake=nodes)) as cluster:
             yield cluster
         return
     found = lifetime.running(name)
@@ -448,7 +450,7 @@ def main() -> None:
     options = parser.parse_args()
     stays = options.cluster is not None
     with (
-        _cluster(options.cluster) as cluster,
+        _cluster(options.cluster, options.deployments) as cluster,
         _bench(cluster, options.profile, stays=stays, kuberay=options.kuberay) as bench,
     ):
         restart = options.profile is None
