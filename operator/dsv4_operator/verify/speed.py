@@ -665,16 +665,21 @@ def ratio_interval(old: Sequence[float], new: Sequence[float], confidence: float
 
 def student_quantile(probability: float, freedom: float) -> float:
     """Return the quantile of Student's t distribution, for probabilities of 0.5 and more."""
-    low, high = 0.0, 1.0
-    while student_tail(high, freedom) > 1 - probability:
-        low, high = high, 2 * high
+    found, high, tail = 0.0, 1.0, 1 - probability
+    while student_tail(high, freedom) > tail:
+        found, high = high, 2 * high
+    # The tail is convex, so that Newton's method approaches the quantile from below.
     for _ in range(50):
-        middle = (low + high) / 2
-        if student_tail(middle, freedom) > 1 - probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+        step = (student_tail(found, freedom) - tail) / _student_density(found, freedom)
+        found += step
+        if step <= 1e-14 * found:
+            break
+    return found
+
+
+def _student_density(value: float, freedom: float) -> float:
+    scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+    return math.exp(scale - (freedom + 1) / 2 * math.log1p(value * value / freedom))
 
 
 def student_tail(value: float, freedom: float) -> float:
