@@ -183,7 +183,8 @@ def _fitting(offer: Offer) -> Offer | None:
         return offer
     if chosen.memory.verdict is not FitVerdict.FITS:
         return None
-    return replace(offer, contexts={users: longest_context(_memory(offer, users), users) for users in USERS})
+    plans = {users: chosen.memory if users == USERS[1] else _memory(offer, users) for users in USERS}
+    return replace(offer, contexts={users: longest_context(plan, users) for users, plan in plans.items()})
 
 
 def _divisions(nodes: int, devices: int) -> Iterator[Division]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -170,7 +171,9 @@ def test_names_of_targets() -> None:
     }
 
 
-def test_the_context_of_sparks_has_a_limit(tmp_path: Path) -> None:
+def test_the_context_of_sparks_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The same for every set of options, and takes seconds.
+    monkeypatch.setattr(init, "offers", functools.cache(init.offers))
     survey = parse_survey(
         "@@dsv4 gpus\n0, GPU-1, NVIDIA GB10, 580.95, [N/A]\n@@dsv4 files\n"
         "proc/meminfo:MemTotal: 125000000 kB\n@@dsv4 disk\nx x x 900000000\n/data\n@@dsv4 end\n"
