@@ -168,6 +168,9 @@ class Run:
 
 def main() -> int:
     sys.path[:0] = [str(KIT), str(HERE / "gpu")]
+    # Container images often set it. Without kept bytecode each process of a test compiles dsv4 again, and each pytest
+    # the tests.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     chosen, left_out, failed = [], [], []
 
     def leave_out(ring: Ring, reason: str) -> None:
