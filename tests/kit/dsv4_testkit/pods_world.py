@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -23,7 +22,7 @@ from dsv4_operator.controller.reconcile import Endpoints
 from dsv4_operator.kube import KubeError, NodeCache, PodCache, Resource, Unavailable
 from dsv4_operator.lifecycle import Event
 from dsv4_runtime.contract import AgentStatus, EngineStatus, Health, Phase, Verdict
-from dsv4_testkit.fake_kube import FakeKube
+from dsv4_testkit.fake_kube import FakeKube, copied
 from dsv4_testkit.pod_objects import ALLOWED, EXAMPLES, Manifest, node
 
 KEY = ("team", "nano")
@@ -258,7 +257,7 @@ class World:
         )
 
     def live(self) -> Manifest:
-        return copy.deepcopy(self.kube.objects[NAME])
+        return copied(self.kube.objects[NAME])
 
     def put(self, manifest: Manifest) -> None:
         """Write `manifest` as another client."""
@@ -309,7 +308,7 @@ class World:
             if known not in pods:
                 self.cache._drop(known)
         for one in pods.values():
-            self.cache._put(copy.deepcopy(one))
+            self.cache._put(copied(one))
 
     def _all_pods(self) -> list[Manifest]:
         return [one for (kind, _, _), one in self.kube.objects.items() if kind == "Pod"]
@@ -347,7 +346,7 @@ class World:
     def end(self, incarnation: int, rank: int, group: int = 0) -> None:
         """End a member's agent."""
         name = "Pod", "team", names.member_name("nano", group, incarnation, rank)
-        pod = copy.deepcopy(self.kube.objects[name])
+        pod = copied(self.kube.objects[name])
         pod["status"] = {
             "phase": "Failed",
             "containerStatuses": [{"name": "agent", "state": {"terminated": {"exitCode": 1}}}],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import logging
 import math
@@ -21,6 +20,7 @@ from dsv4_operator.controller import reconcile
 from dsv4_operator.kube.resources import error_of
 from dsv4_operator.lifecycle.watch import FRESH_SECONDS
 from dsv4_runtime.contract import AgentStatus
+from dsv4_testkit.fake_kube import copied
 from dsv4_testkit.pods_world import UID, World
 
 HANDLED_SECONDS = 6.0
@@ -47,7 +47,7 @@ def paths(value: Any, at: Path = ()) -> Iterator[Path]:
 
 def broken(value: Any, path: Path, junk: Any) -> Any:
     """Return a copy of `value` with `junk` at `path`."""
-    made = copy.deepcopy(value)
+    made = copied(value)
     holder = made
     for step in path[:-1]:
         holder = holder[step]
@@ -72,7 +72,7 @@ def quiet() -> Iterator[None]:
 
 def invalid(manifest: dict[str, Any]) -> bool:
     try:
-        parse(copy.deepcopy(manifest))
+        parse(copied(manifest))
     except InvalidDeployment:
         return True
     except Exception:
@@ -130,7 +130,7 @@ class Pod:
         self.name = "Pod", "team", f"nano-0-i1-r{rank}"
 
     def __call__(self, world: World) -> Any:
-        pod = copy.deepcopy(world.kube.objects[self.name])
+        pod = copied(world.kube.objects[self.name])
         # The API server identifies objects by name and UID.
         for field in ("name", "namespace", "uid", "resourceVersion"):
             pod["metadata"].pop(field)
@@ -152,7 +152,7 @@ class Owned:
         self.name = kind, "team", name
 
     def __call__(self, world: World) -> Any:
-        found = copy.deepcopy(world.kube.objects[self.name])
+        found = copied(world.kube.objects[self.name])
         for field in ("name", "namespace", "uid", "resourceVersion"):
             found["metadata"].pop(field, None)
         return {key: value for key, value in found.items() if key not in ("apiVersion", "kind")}
