@@ -74,11 +74,15 @@ def test_a_fault_in_any_call(cuda: pytest.MonkeyPatch, function: str, kind: str)
 @pytest.mark.parametrize("function", ["cuInit", "cuDevicePrimaryCtxRetain", *FUNCTIONS_OF_COPIES])
 def test_a_call_that_never_returns(cuda: pytest.MonkeyPatch, function: str) -> None:
     cuda.setenv("FAKE_FAULT", f"{function}:2:hang" if function in FUNCTIONS_OF_COPIES else f"{function}:1:hang")
-    begun = time.monotonic()
-    found = try_copies(seconds=1)
-    assert time.monotonic() - begun < 60
+    # On a busy machine the start of the process, which is a step too, may take longer.
+    for seconds in (1, 5, 25):
+        begun = time.monotonic()
+        found = try_copies(seconds=seconds)
+        assert time.monotonic() - begun < 60 + seconds
+        if found.outcome is Outcome.HUNG or function not in FUNCTIONS_OF_COPIES:
+            break
     assert found.outcome == (Outcome.HUNG if function in FUNCTIONS_OF_COPIES else Outcome.SKIPPED)
-    assert found.found.endswith("did not end within 1 s")
+    assert found.found.endswith(f"did not end within {seconds} s")
     assert bool(found.problem) == ("from GPU 0000:0" in found.found)
 
 
