@@ -789,4 +789,25 @@ BACKENDS = (
         "        async with asyncio.Lock():\n",
         _OWNERSHIP,
     ),
+    Mutant(
+        "nodes that were free before others chose them",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "facts = self._backend.refresh(deployment, facts)",
+        "pass",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "chosen nodes stay chosen after reservations",
+        f"{_OPERATOR}/backends/pods/cluster.py",
+        "self.reservations += len(more)",
+        "self.reservations += 0",
+        ("tests/unit/pods/test_reserving.py",),
+    ),
+    Mutant(
+        "the reason why nodes cannot be listed is lost",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "known.reservations is None or deployment.spec",
+        "deployment.spec",
+        ("tests/unit/pods/test_reserving.py",),
+    ),
 )
