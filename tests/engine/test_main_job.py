@@ -86,15 +86,12 @@ def test_status_is_the_object_that_kubectl_would_show(deployment: Deployment) ->
 
 
 def test_one_rank_on_each_member(deployment: Deployment) -> None:
-    workers = [
-        process["pid"]
-        for member in deployment.group()["members"]
-        for process in member["processes"]
-        if process["name"] == "worker"
-    ]
+    workers = [deployment.pid(rank, "worker") for rank in range(2)]
     networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in workers}
-    assert len(workers) == len(networks) == 2
+    assert len(networks) == 2
     assert os.readlink("/proc/self/ns/net") not in networks
+    listed = [one["name"] for member in deployment.group()["members"] for one in member["processes"]]
+    assert listed.count("worker") == 2
 
 
 def test_load_progress_is_reported_in_bytes(deployment: Deployment) -> None:

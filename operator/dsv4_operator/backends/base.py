@@ -35,6 +35,11 @@ class Backend(Protocol):
         """Return the machines that the planner may use for `deployment`."""
         ...
 
+    def refresh(self, deployment: DSV4Deployment, facts: Facts) -> Facts:
+        """Return `facts` with the nodes that are free now, without waiting: other groups may have reserved the nodes
+        that were free before."""
+        ...
+
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """Reserve the resources of `plan`, made from `deployment`, for its members, which are to be created soon."""
         ...

@@ -440,6 +440,7 @@ class Reconciler:
             if isinstance(facts, PlanRefused):
                 raise facts
             try:
+                facts = self._backend.refresh(deployment, facts)
                 # Only of earlier incarnations: the measurements of an incarnation must not change its own plan.
                 found = replace(facts, measured=measured_of(known, incarnation))
                 made = plan_group(deployment, found, group=group, incarnation=incarnation, restarts=restarts)

@@ -25,6 +25,8 @@ class Members:
         self.broken: set[str] = set()
         self.asked: list[float] = []
         self.reserved: list[tuple[int | None, int]] = []
+        self.refreshed: Facts | None = None
+        """Facts after reservations of other groups."""
         self.drains = 0
         """Remaining calls of `drain` with open requests."""
         self.fences = 0
@@ -43,6 +45,9 @@ class Members:
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         nodes = tuple(NodeFacts(f"n{i}", f"10.0.0.{i}", "eth0", 1, 2**34) for i in range(2))
         return Facts(nodes, True, "/s", "/w", "/t")
+
+    def refresh(self, deployment: DSV4Deployment, facts: Facts) -> Facts:
+        return self.refreshed or facts
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         self.reserved.append((deployment.spec.engine.max_model_len, plan.incarnation))

@@ -26,6 +26,7 @@ from dsv4_runtime.agent.decide.events import Peer
 from dsv4_runtime.agent.http import application
 from dsv4_runtime.agent.record import Changes, MemberRecord
 from dsv4_runtime.contract import AgentStatus, Cause, DrainReport, Failure, GroupPlan, Phase, Signals
+from dsv4_runtime.contract.recovery import HEARD_SECONDS
 
 _STARTING = (Phase.PREFLIGHT, Phase.STAGING, Phase.JOINING)
 _POLL_SECONDS = 0.05
@@ -63,8 +64,9 @@ class Script:
     """Cause of its failure: the agent becomes `Failed`."""
     drain_seconds: float = 0.0
     """Seconds in which its engine completes open requests during a drain."""
-    lost_seconds: float = 3.0
-    """A head without reports of a member for this time becomes `Failed`."""
+    lost_seconds: float = HEARD_SECONDS + 1.5
+    """A head without reports of a member for this time becomes `Failed`. As in the agent's policy it is longer than
+    `HEARD_SECONDS`, within which the operator takes the member for running."""
 
 
 class ScriptedAgent:

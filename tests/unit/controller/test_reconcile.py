@@ -11,6 +11,7 @@ from dsv4_operator.api import ConditionStatus, ConditionType, DeploymentStatus, 
 from dsv4_operator.controller.reconcile import Reconciler
 from dsv4_operator.kube import KubeError
 from dsv4_operator.lifecycle.decide import POLL_SECONDS, RESYNC_SECONDS
+from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.reconcile_world import ENDPOINTS, NANO, Clock, Members, Saved, until_formed, until_served
 
 
@@ -110,6 +111,22 @@ async def test_a_plan_is_reserved_with_the_version_that_it_was_made_from() -> No
         await reconciler.reconcile(changed)
     assert set(told) <= {(served.spec.engine.max_model_len, 2), (2048, 2)}
     assert (2048, 2) in told
+
+
+async def test_a_plan_is_made_of_the_nodes_that_are_free_now(world: tuple) -> None:
+    members, reconciler, _, _ = world
+    listed = await members.facts(load(NANO))
+    members.refreshed = replace(listed, nodes=tuple(replace(one, name=f"free-{one.name}") for one in listed.nodes))
+    planned = []
+    ensure = members.ensure
+
+    async def planning(deployment: DSV4Deployment, plan: GroupPlan) -> None:
+        planned.extend(member.node for member in plan.members)
+        await ensure(deployment, plan)
+
+    members.ensure = planning
+    await until_formed(members, reconciler, load(NANO), 1)
+    assert planned == ["free-n0", "free-n1"]
 
 
 async def test_progress_alone_is_saved_now_and_then(world: tuple) -> None:

@@ -107,7 +107,8 @@ async def life(kube: FakeKube) -> tuple[list[Exception], set[str]]:
             return None
 
     for incarnation in (1, 2):
-        plan = plan_group(two, await call("facts", two), group=0, incarnation=incarnation)
+        listed = await call("facts", two)
+        plan = plan_group(two, await call("refresh", two, listed), group=0, incarnation=incarnation)
         await call("reserve", two, plan)
         await call("hold", two, plan)
         await call("ensure", two, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,7 @@ from dsv4_operator.backends.pods.backend import NodesTaken
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.scheduling import facts, group_owner, stand_ins
 from dsv4_operator.builders import names
-from dsv4_operator.kube import Client, Resource
+from dsv4_operator.kube import Client, Forbidden, Resource
 from dsv4_operator.planning import PlanRefused, plan_group
 from dsv4_runtime.contract import GroupPlan
 from dsv4_testkit.fake_kube import FakeKube
@@ -45,8 +46,8 @@ def shown(pods: Iterable[Manifest], version: str = "1") -> list[Manifest]:
     return named
 
 
-def named(name: str, **topology: Any) -> DSV4Deployment:
-    wanted = deployment("nano.yaml", **topology)
+def named(name: str, file: str = "nano.yaml", **topology: Any) -> DSV4Deployment:
+    wanted = deployment(file, **topology)
     return wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"name": name})})
 
 
@@ -135,6 +136,56 @@ async def test_groups_without_devices_are_spread_before_they_are_made() -> None:
     shared = cluster_of(server_of([node(name) for name in "abcdefgh"]))
     nodes = [name for number in range(4) for name in nodes_of(await found(shared, named(f"n{number}")))]
     assert sorted(nodes) == list("abcdefgh")
+
+
+async def test_groups_that_choose_at_once_get_nodes_of_their_own() -> None:
+    """All of them list the free nodes before the first one is planned, as under load."""
+    server, groups = server_of(sparks(12)), 6
+    wanted = [named(f"n{number}", "flash-2x-spark.yaml") for number in range(groups)]
+    backend = PodsBackend(cluster_of(server), changed=lambda *_: None)
+    listed = await asyncio.gather(*(backend.facts(one) for one in wanted))
+    assert {tuple(node.name for node in seen.of_group(0, 2)) for seen in listed} == {("spark-1", "spark-10")}
+    plans = []
+    for one, seen in zip(wanted, listed, strict=True):
+        plan = plan_group(one, backend.refresh(one, seen), group=0, incarnation=1)
+        backend.reserve(one, plan)
+        plans.append(plan)
+    assert sorted(node for plan in plans for node in nodes_of(plan)) == sorted(f"spark-{n + 1}" for n in range(12))
+    await asyncio.gather(*(backend.ensure(one, plan) for one, plan in zip(wanted, plans, strict=True)))
+    assert len(pods_of(server)) == 2 * groups
+    # Its own nodes stay chosen, and one more group finds none.
+    assert nodes_of(plan_group(wanted[0], backend.refresh(wanted[0], listed[0]), group=0, incarnation=1)) == nodes_of(
+        plans[0]
+    )
+    other = named("other", "flash-2x-spark.yaml")
+    with pytest.raises(PlanRefused):
+        plan_group(other, backend.refresh(other, await backend.facts(other)), group=0, incarnation=1)
+
+
+async def test_facts_are_the_same_until_nodes_are_reserved() -> None:
+    backend = PodsBackend(cluster_of(server_of(sparks(2))), changed=lambda *_: None)
+    wanted = deployment()
+    seen = await backend.facts(wanted)
+    assert backend.refresh(wanted, seen) is seen
+    suspended = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"suspend": True})})
+    backend._cluster.reserve(group_owner(named("n"), 0), [])
+    nothing = replace(seen, placed={})
+    assert backend.refresh(suspended, nothing) is nothing
+
+
+class Refusing(FakeKube):
+    """An API server whose administrator has not allowed the list of nodes."""
+
+    async def list(self, resource: Resource, *where: Any, **options: Any) -> list[Manifest]:
+        raise Forbidden("nodes is forbidden")
+
+
+async def test_without_a_list_of_nodes_the_reason_stays() -> None:
+    backend = PodsBackend(cluster_of(Refusing()), changed=lambda *_: None)
+    wanted = deployment()
+    seen = await backend.facts(wanted)
+    backend._cluster.reserve(group_owner(named("n"), 0), [])
+    assert "grant the operator permission" in backend.refresh(wanted, seen).unfit
 
 
 async def test_a_first_group_is_made_with_one_request_for_each_object() -> None:

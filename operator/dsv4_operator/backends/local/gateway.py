@@ -22,6 +22,7 @@ from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import Child, Liveness, Processes
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.status import page_failures
+from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.rendering import gateway_settings
 from dsv4_runtime.contract import GroupPlan
 from dsv4_runtime.contract.gateway import ENVIRONMENT, GatewayRoute, GatewaySettings, GroupRoute, api_keys
@@ -383,6 +384,10 @@ class OwnGateways:
     def endpoint_problem(self, deployment: DSV4Deployment, groups: Sequence[GroupStatus]) -> str | None:
         """See `Backend`. Users connect to the gateways directly."""
         return None
+
+    def refresh(self, deployment: DSV4Deployment, facts: Facts) -> Facts:
+        """See `Backend`. Only this deployment has members on its machines."""
+        return facts
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""

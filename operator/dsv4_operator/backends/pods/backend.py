@@ -110,6 +110,8 @@ class _KnownFacts:
     cordoned: frozenset[str]
     """Cordoned nodes of the members."""
     facts: Facts
+    reservations: int | None
+    """`Cluster.reservations` at that time; None: the nodes could not be listed."""
 
 
 class PodsBackend:
@@ -152,6 +154,7 @@ class PodsBackend:
         """See `Backend`."""
         for key in list(self._groups):
             await self._drop(key)
+        await self._fencer.close()
         await self._pod_groups.close()
         await self._canaries.close()
         await self._agents.close()
@@ -222,14 +225,29 @@ class PodsBackend:
                 # A node that was cordoned just now is listed as such.
                 snapshot = await self._cluster.snapshot(0.0 if cordoned and is_new else _FRESH_SECONDS, now)
                 found = scheduling.facts(deployment, snapshot, self._former_nodes(deployment))
+                reservations: int | None = self._cluster.reservations
         except Forbidden as error:
             found = replace(
                 scheduling.facts(deployment, Snapshot((), ())),
                 unfit=f"grant the operator permission to list nodes and pods: {error}",
             )
+            reservations = None
         # Other versions while they are in use: two during a rollout.
         recent = {other: one for other, one in known.items() if now - one.time < _COMPLETE_SECONDS}
-        self._facts[name] = {**recent, version: _KnownFacts(generation, now, cordoned, found)}
+        self._facts[name] = {**recent, version: _KnownFacts(generation, now, cordoned, found, reservations)}
+        return found
+
+    def refresh(self, deployment: DSV4Deployment, facts: Facts) -> Facts:
+        """See `Backend`. Between `facts` and the plan, all other groups that choose nodes may have done so: without
+        this, many groups that are formed at once choose the same nodes."""
+        name, version = (deployment.metadata.namespace, deployment.metadata.name), revision(deployment)
+        known = self._facts.get(name, {}).get(version)
+        if known is None or known.reservations is None or deployment.spec.topology.scheduler is not None:
+            return facts
+        if not facts.placed or known.reservations == self._cluster.reservations:
+            return facts
+        found = scheduling.facts(deployment, self._cluster.latest, self._former_nodes(deployment))
+        self._facts[name][version] = replace(known, facts=found, reservations=self._cluster.reservations)
         return found
 
     def reserve(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:

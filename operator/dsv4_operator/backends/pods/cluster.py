@@ -80,6 +80,8 @@ class Cluster:
         self._requests: dict[str, tuple[str, PodRequests | None]] = {}
         """By uid of the pod: resource version and requests, because parsing quantities is expensive."""
         self._reserved: dict[Owner, _Reserved] = {}
+        self.reservations = 0
+        """Number of reservations so far: nodes that were chosen before the latest one may be taken."""
         self._snapshot_time: float | None = None
         self._forbidden: dict[str, tuple[DSV4Deployment, tuple[Finding, ...]]] = {}
         """Latest object and violations of each deployment, by its uid."""
@@ -150,6 +152,11 @@ class Cluster:
             self._reserve({})
         return self._snapshot
 
+    @property
+    def latest(self) -> Snapshot:
+        """Return the latest snapshot with all reservations since."""
+        return self._snapshot
+
     def reserve(self, owner: Owner, pods: Iterable[PodRequests]) -> None:
         """Reserve the resources of a planned group's `pods`, which will be created soon."""
         self._reserve({owner: _Reserved(_by_name(pods), time.monotonic() + _RESERVED_SECONDS)})
@@ -179,6 +186,7 @@ class Cluster:
 
     def _reserve(self, more: Mapping[Owner, _Reserved]) -> None:
         now = time.monotonic()
+        self.reservations += len(more)
         reserved = self._reserved | dict(more)
         self._reserved = {owner: one for owner, one in reserved.items() if one.until > now}
         found = ((one.owner, str(one.pod["metadata"]["name"])) for one in self._snapshot.requests if one.owner)
