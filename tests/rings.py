@@ -89,8 +89,8 @@ VLLM = "unit/vllm_plugin"
 CODE = (
     *(f"unit/{name}" for name in ("api", "builders", "lifecycle", "nano", "planning")),
     *(f"{VLLM}/test_{name}.py" for name in ("faults", "prefill", "reserve", "retained", "with_vllm")),
-    *(f"{VLLM}/kernels/test_{name}.py" for name in ("decoding", "expert_sum", "hooks", "padding", "projections")),
-    *(f"{VLLM}/kernels/test_{name}.py" for name in ("reloading", "routing", "sm12x")),
+    *(f"{VLLM}/kernels/test_{name}.py" for name in ("cache_ahead", "decoding", "expert_sum", "hooks", "padding")),
+    *(f"{VLLM}/kernels/test_{name}.py" for name in ("projections", "reloading", "routing", "sm12x")),
 )
 """Tests in the folder of the unit ring that only compute, in pure code or in the installed vLLM, with bounds of several
 minutes."""

@@ -18,7 +18,7 @@ from dsv4_kernels.fp8.api import QuantPlan
 from dsv4_runtime.nano.recipe import Precision, model_config, recipe_for
 from dsv4_runtime.vllm_plugin.kernels import plans, warmup
 from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, announced_plan, begin_anew, finish
-from dsv4_testkit.vllm_script import told_by_fork
+from dsv4_testkit.vllm_script import SECONDS, told_by_fork
 
 SCRIPT = Path(__file__).with_name("cache_ahead_with_vllm.py")
 
@@ -67,6 +67,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptu
     monkeypatch.setattr(arch, "_TARGETS", {})
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(warmup, "_MODELS", [])
+    # The processes that compile have the lowest priority beside other tests.
+    monkeypatch.setattr(plans, "_FINISH_SECONDS", SECONDS)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     for module in (plans, warmup):
         monkeypatch.setattr(module, "LOGGER", logging.getLogger(__name__))
@@ -114,7 +116,7 @@ def test_attention_plans_are_compiled_with_the_layers(
     model.layer.plan_decode_ahead()
     assert len(plans._PLANS) == 1
     assert len(running.announced) == 2
-    finish()
+    finish(SECONDS)
     waited, compiled = (record.getMessage() for record in caplog.records)
     assert waited.startswith("dsv4 kernels: waited ")
     assert waited.endswith(" s for 1 announced plans")
