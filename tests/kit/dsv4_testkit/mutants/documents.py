@@ -481,6 +481,13 @@ DOCUMENTS = (
         _SPEED,
     ),
     Mutant(
+        "bench judges figures by a rough quantile",
+        f"{_OPERATOR}/verify/speed.py",
+        "        if step <= 1e-14 * found:\n",
+        "        if step <= 1e-1 * found:\n",
+        _SPEED,
+    ),
+    Mutant(
         "bench repeats prompts that are in the prefix cache",
         f"{_OPERATOR}/verify/speed.py",
         '        start = f"{nonce} {common}" if common else f"{nonce}{number} "\n',
