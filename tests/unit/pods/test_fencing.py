@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import NodeLossSpec
+from dsv4_operator.backends.pods import fencing
 from dsv4_operator.backends.pods.fencing import FenceError, Fencer
 from dsv4_operator.builders import names
-from dsv4_operator.kube import CONFIG_MAPS
+from dsv4_operator.kube import CONFIG_MAPS, SECRETS, KubeError, Resource
 from dsv4_operator.lifecycle.observed import GroupKey
 from dsv4_testkit.errors import raises_naming
 from dsv4_testkit.fake_kube import FakeKube
 from dsv4_testkit.pod_objects import deployment, node, owners
+from dsv4_testkit.waiting import until
 
 KEY = GroupKey("team", "d", 0, "uid-d")
 POLICY = NodeLossSpec(after=10.0)
@@ -193,3 +196,68 @@ async def test_only_incarnations_of_removed_groups_are_swept(kube: FakeKube, fen
     await fencer.sweep_ended(wanted.model_copy(update={"metadata": metadata}), lambda group: 3 if group else 0)
     assert {name for kind, _, name in kube.objects if kind in ("ConfigMap", "Secret", "Service")} == kept
     assert [kind for kind, _, name in kube.objects if name == "d-1-i4-12345678"] == ["ConfigMap", "Secret"]
+
+
+TOKENS = {"pods": names.mounted_name("d", "uid-d", 0, 1), "KubeRay": names.incarnation_name("d", 0, 1)}
+
+
+def put_token(kube: FakeKube, name: str, uid: str = "uid-d") -> tuple[str, str, str]:
+    about = {"namespace": "team", "name": name, "ownerReferences": owners("d", uid)}
+    kube._put(("Secret", "team", name), {"apiVersion": "v1", "kind": "Secret", "metadata": about})
+    return "Secret", "team", name
+
+
+@pytest.mark.parametrize("name", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("ended_by", ["this operator", "an earlier operator", "removal"])
+async def test_a_token_that_is_created_after_the_end_of_its_incarnation_is_removed(
+    kube: FakeKube, monkeypatch: pytest.MonkeyPatch, ended_by: str, name: str
+) -> None:
+    """As by a request whose connection broke before."""
+    monkeypatch.setattr(fencing, "_LATE_SECONDS", 0.05)
+    real, failures = kube.get, [KubeError("the API server does not answer")]
+
+    async def get(resource: Resource, *where: Any) -> Any:
+        if resource == SECRETS and failures and ("Secret", "team", name) in kube.objects:
+            raise failures.pop()
+        return await real(resource, *where)
+
+    kube.get = get  # type: ignore[method-assign]
+    fencer = Fencer(kube)
+    kube.objects = {}
+    if ended_by == "this operator":
+        assert await fencer.fence(KEY, 1, POLICY)
+    elif ended_by == "removal":
+        await fencer.forget(KEY, 1)
+    else:
+        wanted = deployment("nano.yaml", replicas=2)
+        metadata = wanted.metadata.model_copy(update={"namespace": "team", "name": "d", "uid": "uid-d"})
+        await fencer.sweep_ended(wanted.model_copy(update={"metadata": metadata}), lambda group: 0 if group else 1)
+    token, foreign = put_token(kube, name), put_token(kube, names.mounted_name("d", "uid-d", 1, 1))
+    later = put_token(kube, names.mounted_name("d", "uid-d", 0, 2))
+    await until(lambda: token not in kube.objects)
+    assert not failures
+    await asyncio.sleep(0.3)
+    assert {foreign, later} <= kube.objects.keys()
+    assert not fencer._removals
+    await fencer.close()
+
+
+async def test_nothing_is_removed_late_for_a_released_deployment(
+    kube: FakeKube, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fencing, "_LATE_SECONDS", 0.05)
+    fencer = Fencer(kube)
+    kube.objects = {}
+    for key in (KEY, GroupKey("team", "other", 0, "uid-other")):
+        assert await fencer.fence(key, 1, POLICY)
+    kept, removed = put_token(kube, TOKENS["pods"]), names.mounted_name("other", "uid-other", 0, 1)
+    about = {"namespace": "team", "name": removed, "ownerReferences": owners("other", "uid-other")}
+    kube._put(("Secret", "team", removed), {"apiVersion": "v1", "kind": "Secret", "metadata": about})
+    fencer.release("team", "d")
+    await until(lambda: ("Secret", "team", removed) not in kube.objects)
+    assert kept in kube.objects
+    # Created again with the same name, it has the incarnations of its own UID.
+    assert await fencer.fence(KEY, 1, POLICY)
+    await fencer.close()
+    await asyncio.sleep(0.1)
+    assert not fencer._removals

@@ -154,6 +154,7 @@ class PodsBackend:
         """See `Backend`."""
         for key in list(self._groups):
             await self._drop(key)
+        await self._fencer.close()
         await self._pod_groups.close()
         await self._canaries.close()
         await self._agents.close()

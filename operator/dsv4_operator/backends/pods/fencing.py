@@ -27,6 +27,7 @@ from dsv4_operator.kube import (
     SECRETS,
     SERVICES,
     Client,
+    KubeError,
     KubeReader,
     NotFound,
     Resource,
@@ -40,6 +41,9 @@ _GRACE_SECONDS = 2
 Evidence was collected before, and a healthy engine was drained."""
 _OVERDUE_SECONDS = 15.0
 """Time beyond the grace period in which the kubelet should have removed a pod."""
+_LATE_SECONDS = 30.0
+"""Time in which the API server may still execute a request whose connection broke: that of the longest request."""
+_LATE_ATTEMPTS = 4
 
 
 class FenceError(BackendError):
@@ -65,9 +69,23 @@ class Fencer:
         """Time of the first request to end each incarnation."""
         self._lost: dict[str, tuple[str, float]] = {}
         """By name of the node: identity of its loss, and the time of its first observation."""
+        self._late: dict[GroupKey, int] = {}
+        """Latest incarnation of each group whose token is removed again."""
+        self._removals: dict[asyncio.Task[None], GroupKey] = {}
+
+    async def close(self) -> None:
+        """Stop all tasks."""
+        tasks = list(self._removals)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def release(self, namespace: str, deployment: str) -> None:
         """Drop the data of one deployment."""
+        about = namespace, deployment
+        self._late = {key: number for key, number in self._late.items() if (key.namespace, key.deployment) != about}
+        for task in [task for task, key in self._removals.items() if (key.namespace, key.deployment) == about]:
+            task.cancel()
         self._begun = {
             (key, incarnation): begun
             for (key, incarnation), begun in self._begun.items()
@@ -113,6 +131,7 @@ class Fencer:
         if not pods:
             await self._remove(key, incarnation)
             self._begun.pop((key, incarnation), None)
+            self._remove_late(key, incarnation)
             return True
         await asyncio.gather(*(self._end(key, pod, policy) for pod in pods))
         now = self._monotonic()
@@ -135,6 +154,7 @@ class Fencer:
         for pod in await self.live(key, incarnation, seen):
             await self._delete(key, pod, grace_seconds=_GRACE_SECONDS)
         await self._remove(key, incarnation)
+        self._remove_late(key, incarnation)
 
     async def sweep(self, key: GroupKey, incarnation: int) -> None:
         """Remove objects of earlier incarnations whose fencing was interrupted by the end of an operator."""
@@ -148,6 +168,40 @@ class Fencer:
         """
         key = GroupKey.of(deployment, 0)
         await self._sweep(key, names.labels(key.deployment), lambda group, number: number <= last(group))
+        for group in range(deployment.spec.replicas):
+            if ended := last(group):
+                self._remove_late(GroupKey.of(deployment, group), ended)
+
+    def _remove_late(self, key: GroupKey, incarnation: int) -> None:
+        """Remove the token of an ended incarnation again after `_LATE_SECONDS`, once for each incarnation.
+
+        The API server may execute a creation whose connection broke after the removal. Secrets are not listed, so a
+        sweep finds a token only beside its plan.
+        """
+        if incarnation <= self._late.get(key, 0):
+            return
+        self._late[key] = incarnation
+        task = asyncio.create_task(self._late_removal(key, incarnation))
+        self._removals[task] = key
+        task.add_done_callback(self._removals.pop)
+
+    async def _late_removal(self, key: GroupKey, incarnation: int) -> None:
+        wanted = _mounted_names(key, incarnation)
+        for attempt in range(_LATE_ATTEMPTS):
+            await asyncio.sleep(_LATE_SECONDS * 2**attempt)
+            try:
+                await gather_all(*(self._objects.delete_named(SECRETS, key.namespace, one, key.uid) for one in wanted))
+            except (KubeError, BackendError) as error:
+                about = key.namespace, key.deployment, key.group
+                _log.warning(
+                    "%s/%s: incarnation %s of group %s may leave its token: %s",
+                    *about[:2],
+                    incarnation,
+                    about[2],
+                    error,
+                )
+            else:
+                return
 
     async def _sweep(self, key: GroupKey, chosen: Mapping[str, str], is_left: Callable[[int, int], bool]) -> None:
         """Remove the objects of incarnations, except evidence, with the labels `chosen`, for whose group and
@@ -203,9 +257,7 @@ class Fencer:
 
     async def _remove(self, key: GroupKey, incarnation: int) -> None:
         """Remove the names, the plan and the token of an ended incarnation."""
-        name = names.incarnation_name(key.deployment, key.group, incarnation)
-        mounted = names.mounted_name(key.deployment, key.uid, key.group, incarnation)
-        # Before names contained the UID, all three had the Service's name.
+        mounted, name = _mounted_names(key, incarnation)
         wanted = (
             (SERVICES, name),
             *((kind, one) for kind in (CONFIG_MAPS, SECRETS) for one in (mounted, name)),
@@ -263,6 +315,15 @@ class RayClusterFencer(Fencer):
         others = [one for one in metadata["finalizers"] if one != names.HELD]
         about = {"finalizers": others, "resourceVersion": metadata["resourceVersion"]}
         await self._objects.change(PODS, pod, owner_uid, {"metadata": about})
+
+
+def _mounted_names(key: GroupKey, incarnation: int) -> tuple[str, str]:
+    """Return the names that the plan and the token of an incarnation may have.
+
+    With KubeRay, and before names contained the UID, the token has the name of the Service.
+    """
+    mounted = names.mounted_name(key.deployment, key.uid, key.group, incarnation)
+    return mounted, names.incarnation_name(key.deployment, key.group, incarnation)
 
 
 def makes_pods(cluster: Manifest) -> bool:

@@ -810,4 +810,25 @@ BACKENDS = (
         "deployment.spec",
         ("tests/unit/pods/test_reserving.py",),
     ),
+    Mutant(
+        "a token that is created after the end stays",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "            self._remove_late(key, incarnation)\n            return True\n",
+        "            return True\n",
+        ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "a failed late removal is not repeated",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "for attempt in range(_LATE_ATTEMPTS):",
+        "for attempt in range(1):",
+        ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "an operator removes only late tokens of its own incarnations",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "            if ended := last(group):\n",
+        "            if ended := 0:\n",
+        ("tests/unit/pods/test_fencing.py",),
+    ),
 )
