@@ -7,6 +7,7 @@ conversions, so that a kernel's own source can be compared bitwise on a CPU.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -40,6 +41,12 @@ def _ue8m0(data: Any) -> Any:
     with np.errstate(over="ignore"):
         value = np.exp2(code.astype(np.float32) - 127.0)
     return np.where(code == 255, np.float32("nan"), value.astype(np.float32))
+
+
+@functools.cache
+def _languages(fn: Any) -> frozenset[str]:
+    """Return the modules of Triton's language that a function names, of those that the interpreter patches."""
+    return frozenset(value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core)
 
 
 def interpreting() -> bool:
@@ -116,11 +123,22 @@ def install() -> None:
         return plain_scaled(self, lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, *rest)
 
     TritonSemantic.dot_scaled = scaled
-    plain_call = interpreter.GridExecutor.__call__
+    plain_call, plain_patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched: set[str] = set()
+
+    def patch(fn: Any) -> Any:
+        # Every call of a device function patches the whole language again, which takes half of a launch's time.
+        names = _languages(fn)
+        if names <= patched:
+            return getattr(interpreter, "_LangPatchScope", lambda: None)()
+        patched.update(names)
+        return plain_patch(fn)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
         # log2(0), inf − inf and their like are ordinary values on a GPU, not warnings.
         with np.errstate(all="ignore"):
             return plain_call(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = call
+    interpreter._patch_lang = patch

@@ -17,7 +17,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,8 +38,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 
 
 
 @pytest.fixture(scope="module")
-def deployment() -> Iterator[Deployment]:
-    found = Deployment(nodes=1, restarts=10)
+def deployment(weights: Path) -> Iterator[Deployment]:
+    found = Deployment(nodes=1, restarts=10, weights=weights)
     found.up()
     yield found
     found.destroy()
@@ -115,21 +116,59 @@ def test_greedy_streams_continue_exactly(deployment: Deployment) -> None:
     assert status["groups"][0]["lastFailure"]["cause"] == "EngineCoreDied"
 
 
-def test_one_death_and_every_other_kind_of_request(deployment: Deployment) -> None:
+def page_of(deployment: Deployment) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/dsv4/status.json", timeout=60) as answer:
+        return dict(json.loads(answer.read()))
+
+
+def quiet_page(deployment: Deployment) -> dict[str, Any]:
+    """Return the page's group once it has the reports of an engine without requests."""
+    deadline = time.monotonic() + 60
+    while True:
+        # The head's first report can arrive after the first document, and a report is shared for some seconds.
+        (found,) = page_of(deployment)["groups"]
+        if found["verdict"]["health"] == "Healthy" and "memory" in found["members"][0] and not found["load"]["running"]:
+            return dict(found)
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def page(deployment: Deployment, deaths: int) -> AsyncIterator[Any]:
+    """Yield a tab with the status page that shows `deaths`, or None without a browser."""
+    if CHROMIUM is None:
+        yield None
+        return
+    async with chromium() as browser:
+        tab = await browser.new_page()
+        await tab.goto(f"http://127.0.0.1:{deployment.api}/dsv4/status")
+        await until(tab, f"document.querySelectorAll('.timeline > li').length === {deaths}")
+        yield tab
+
+
+async def test_one_death_every_other_kind_of_request_and_the_status_page(deployment: Deployment) -> None:
     ask = {"prompt": "Once upon a time", **GREEDY}
     whole = json.loads(Asked(deployment, "/v1/completions", ask).answered().raw)
-    tell, before = threading.Event(), deployment.group()
-    asked = {
-        "whole answer": Asked(deployment, "/v1/completions", ask),
-        "seeded": Asked(deployment, "/v1/completions", {**ask, "stream": True, "temperature": 1.0, "seed": 7}, tell),
-        "unseeded": Asked(deployment, "/v1/completions", {**ask, "stream": True, "temperature": 1.0}),
-    }
-    assert tell.wait(SECONDS)
-    killed = kill_engine(deployment)
-    deadline = time.monotonic() + 60
-    while deployment.peek()["groups"][0]["phase"] == "Serving" and time.monotonic() < deadline:
-        time.sleep(0.1)
-    asked["held"] = Asked(deployment, "/v1/completions", {**ask, "max_tokens": 4})
+    tell, before, shown = threading.Event(), deployment.group(), quiet_page(deployment)
+    assert shown["phase"] == "Serving"
+    assert (shown["budget"]["allowed"], shown["cache"]["tokens"] > 0) == (10, True)
+    assert shown["members"][0]["memory"]["available"] > 0
+    async with page(deployment, len(shown["failures"])) as tab:
+        asked = {
+            "whole answer": Asked(deployment, "/v1/completions", ask),
+            "seeded": Asked(
+                deployment, "/v1/completions", {**ask, "stream": True, "temperature": 1.0, "seed": 7}, tell
+            ),
+            "unseeded": Asked(deployment, "/v1/completions", {**ask, "stream": True, "temperature": 1.0}),
+        }
+        assert tell.wait(SECONDS)
+        killed = kill_engine(deployment)
+        deadline = time.monotonic() + 60
+        while deployment.peek()["groups"][0]["phase"] == "Serving" and time.monotonic() < deadline:
+            time.sleep(0.1)
+        asked["held"] = Asked(deployment, "/v1/completions", {**ask, "max_tokens": 4})
+        if tab is not None:
+            await the_page_shows_a_death_and_its_recovery(tab, len(shown["failures"]) + 1, killed)
     for name, request in asked.items():
         request.answered()
         print(f"\n{name}: {request.status} after {request.seconds:.1f} s")
@@ -151,6 +190,22 @@ def test_one_death_and_every_other_kind_of_request(deployment: Deployment) -> No
     why = deployment.run("why", deployment.name, timeout=120).stdout
     assert "EngineCoreDied" in why
     assert len(why.splitlines()) <= 10
+    (told,) = page_of(deployment)["groups"]
+    failure = told["failures"][-1]
+    assert (failure["cause"], failure["level"], failure["generation"]) == ("EngineCoreDied", 1, shown["generation"])
+    assert failure["time"] - killed < 5.0
+    assert failure["evidence"]
+    assert told["budget"]["left"] == shown["budget"]["left"] - 1
+
+
+async def the_page_shows_a_death_and_its_recovery(tab: Any, deaths: int, killed: float) -> None:
+    await until(tab, f"document.querySelectorAll('.timeline > li').length === {deaths}")
+    print(f"\nthe page shows the death {time.time() - killed:.1f} s after the kill")
+    shown = await tab.inner_text(".timeline > li:first-child")
+    assert "EngineCoreDied" in shown
+    assert "not recovered yet" in shown
+    await until(tab, "document.querySelector('.timeline > li .badge.ok') !== null", SECONDS)
+    assert await tab.inner_text("#phase") in ("Serving", "Degraded", "Recovering")
 
 
 # Prints a JSON list with status, headers and body of the response to each request, unchanged.
@@ -338,46 +393,6 @@ def test_a_killed_loop_costs_no_request_and_the_next_one_continues(deployment: D
     log = deployment.log()
     order = [log.rindex(word) for word in ("adopted rank 0", "EngineDead", "EngineRestarting", "GroupRecovered")]
     assert order == sorted(order), log
-
-
-def page_of(deployment: Deployment) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/dsv4/status.json", timeout=60) as answer:
-        return dict(json.loads(answer.read()))
-
-
-async def test_the_status_page_shows_a_death_and_its_recovery(deployment: Deployment) -> None:
-    (before,) = page_of(deployment)["groups"]
-    assert (before["phase"], before["verdict"]["health"]) == ("Serving", "Healthy")
-    assert (before["budget"]["allowed"], before["cache"]["tokens"] > 0, before["load"]["running"]) == (10, True, 0)
-    deadline = time.monotonic() + 60
-    while "memory" not in before["members"][0]:
-        # On a busy machine the head's first report can arrive after the first document.
-        assert time.monotonic() < deadline, before["members"]
-        time.sleep(0.1)
-        (before,) = page_of(deployment)["groups"]
-    assert before["members"][0]["memory"]["available"] > 0
-    known = len(before["failures"])
-    async with contextlib.AsyncExitStack() as stack:
-        if CHROMIUM is not None:
-            tab = await (await stack.enter_async_context(chromium())).new_page()
-            await tab.goto(f"http://127.0.0.1:{deployment.api}/dsv4/status")
-            await until(tab, f"document.querySelectorAll('.timeline > li').length === {known}")
-        killed = kill_engine(deployment)
-        if CHROMIUM is not None:
-            await until(tab, f"document.querySelectorAll('.timeline > li').length === {known + 1}")
-            print(f"\nthe page shows the death {time.time() - killed:.1f} s after the kill")
-            shown = await tab.inner_text(".timeline > li:first-child")
-            assert "EngineCoreDied" in shown
-            assert "not recovered yet" in shown
-            await until(tab, "document.querySelector('.timeline > li .badge.ok') !== null", SECONDS)
-            assert await tab.inner_text("#phase") in ("Serving", "Degraded", "Recovering")
-    deployment.wait("Serving", since=killed)
-    (after,) = page_of(deployment)["groups"]
-    failure = after["failures"][-1]
-    assert (failure["cause"], failure["level"], failure["generation"]) == ("EngineCoreDied", 1, before["generation"])
-    assert failure["time"] - killed < 5.0
-    assert failure["evidence"]
-    assert after["budget"]["left"] == before["budget"]["left"] - 1
 
 
 def test_down_completes_open_requests(deployment: Deployment) -> None:

@@ -23,9 +23,10 @@ CANARIES = [word.encode() for word in (KEY, TOKEN, STORE)]
 
 
 @pytest.fixture(scope="module")
-def deployment() -> Iterator[Deployment]:
+def deployment(weights: Path) -> Iterator[Deployment]:
     """Start one member whose API requires keys, by a user with tokens in the environment."""
-    found = Deployment(nodes=1, environment={"HF_TOKEN": TOKEN, "AWS_SECRET_ACCESS_KEY": STORE})
+    environment = {"HF_TOKEN": TOKEN, "AWS_SECRET_ACCESS_KEY": STORE}
+    found = Deployment(nodes=1, environment=environment, weights=weights)
     manifest = yaml.safe_load(found.file.read_text())
     manifest["spec"]["gateway"] = {"apiKeys": {"secretKeyRef": {"name": "callers", "key": "keys"}}}
     found.file.write_text(yaml.safe_dump(manifest))

@@ -42,10 +42,13 @@ from dsv4_runtime.nano.recipe import (
     word_ids,
 )
 
+_BIAS = 127
 _FP8_MAX = 448.0
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_MAX_EXPONENT = 2  # 6.0 = 1.5 * 2**2
-_BIAS = 127
+_FP4_LAST = len(_FP4_VALUES) - 1
+_ROUND_E2M1 = (1 << 21) - 1 - (((_BIAS - 1) * 2) << 22)
+"""Half of the last bit that E2M1 keeps, less one so that halfway values are rounded down, less the bits of 0.5."""
 
 
 def _ue8m0(exponent: torch.Tensor) -> torch.Tensor:
@@ -104,11 +107,17 @@ def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     peak = blocks.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     exponent = _log2(peak)[0] - _FP4_MAX_EXPONENT
     scaled = (blocks * _power(-exponent)[..., None]).reshape(rows, columns)
-    values = torch.tensor(_FP4_VALUES, device=weight.device)
-    code = torch.bucketize(scaled.abs(), (values[1:] + values[:-1]) / 2) + 8 * (scaled < 0)
-    code = code.to(torch.uint8)
+    code = _e2m1(scaled.abs()) | ((scaled < 0).to(torch.uint8) << 3)
     packed = code[:, 0::2] | (code[:, 1::2] << 4)
     return packed.view(torch.int8), _ue8m0(exponent)
+
+
+def _e2m1(magnitude: torch.Tensor) -> torch.Tensor:
+    """Return the uint8 codes of float32 values of 0 and more: the indices of the nearest of `_FP4_VALUES`."""
+    # Of values above 0.75, the exponent and the first bit of the mantissa, rounded, count from 0.5 on.
+    rounded = ((magnitude.view(torch.int32) + _ROUND_E2M1) >> 22).clamp(0, _FP4_LAST)
+    below = (magnitude > 0.25).to(torch.uint8) + (magnitude > 0.75)
+    return torch.maximum(rounded.to(torch.uint8), below)
 
 
 _NEXT_WORD_GAIN = 26.0  # logits added to the favoured successor where the state contains nothing but the last word

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -61,9 +62,9 @@ def deaths(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def system(deaths: int) -> Iterator[DSV4]:
+def system(deaths: int, weights: Path) -> Iterator[DSV4]:
     # The budget is exactly the number of restarts that the chosen faults use.
-    found = DSV4(restarts=deaths, window="1h")
+    found = DSV4(weights, restarts=deaths, window="1h")
     try:
         found.start()
         yield found

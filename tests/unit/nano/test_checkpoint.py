@@ -121,6 +121,27 @@ def test_a_checkpoint_published_by_another_process_is_kept(tmp_path: Path, monke
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["nano"]
 
 
+@pytest.fixture(scope="module")
+def drawn() -> dict[tuple[Any, ...], torch.Tensor]:
+    """Return the tensors that were drawn; most of them are the same in several checkpoints."""
+    return {}
+
+
+@pytest.fixture
+def drawn_once(monkeypatch: pytest.MonkeyPatch, drawn: dict[tuple[Any, ...], torch.Tensor]) -> None:
+    draw = RandomStreams.normal
+
+    def normal(source: RandomStreams, name: str, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
+        key = (source, name, shape, std, mean)
+        if key not in drawn:
+            drawn[key] = draw(source, name, *shape, std=std, mean=mean)
+        # A copy, since some are changed in place.
+        return drawn[key].clone()
+
+    monkeypatch.setattr(RandomStreams, "normal", normal)
+
+
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.parametrize("drafts", Drafts)
 def test_fp8_files_hold_the_draw_in_the_released_formats(tmp_path: Path, drafts: Drafts):
     recipe = replace(recipe_for(Precision.FP8, drafts), experts=FEW)

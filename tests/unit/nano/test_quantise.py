@@ -64,6 +64,21 @@ def test_mxfp4_is_exact_on_its_own_values_low_nibble_first():
     assert torch.equal(dequantize_mxfp4(packed.view(torch.uint8), scale.view(torch.uint8)).float(), weight)
 
 
+def test_mxfp4_rounds_to_the_nearest_value_and_halfway_values_down():
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    halfway = (values[1:] + values[:-1]) / 2
+    more, less = torch.nextafter(halfway, values[1:]), torch.nextafter(halfway, values[:-1])
+    # Each block has the peak 6, so its scale is 1; 7.9 is beyond the largest value.
+    weight = torch.zeros(2, 32)
+    weight[0] = torch.cat((halfway, more, less, values, torch.tensor([1e-45, 0.8, 7.9])))
+    weight[1] = -weight[0]
+    packed, _ = to_mxfp4(weight)
+    code = torch.stack((packed & 15, (packed.view(torch.uint8) >> 4).view(torch.int8)), -1).flatten(1)
+    magnitude = [*range(7), *range(1, 8), *range(7), *range(8), 0, 2, 7]
+    assert code[0].tolist() == magnitude
+    assert code[1].tolist() == [8 + each if weight[0, at] else 0 for at, each in enumerate(magnitude)]
+
+
 def test_mxfp4_refuses_ragged_blocks():
     with pytest.raises(ValueError, match=r"\[4, 48\].*multiple of 32"):
         to_mxfp4(torch.zeros(4, 48))
