@@ -269,8 +269,8 @@ def phases(deployment: Deployment, incarnation: int = 1, start: int = 0) -> dict
 def memory(deployment: Deployment) -> list[float]:
     """Return the memory of each member's processes in MiB; shared pages count in proportion (PSS)."""
     found = []
-    for member in deployment.group()["members"]:
-        agent = next(process["pid"] for process in member["processes"] if process["name"] == "agent")
+    for rank, _ in enumerate(deployment.group()["members"]):
+        agent = deployment.pid(rank, "agent")
         space = os.readlink(f"/proc/{agent}/ns/pid")
         total = 0
         for process in psutil.process_iter():
