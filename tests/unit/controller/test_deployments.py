@@ -54,6 +54,9 @@ class NoMachines:
     async def facts(self, _: DSV4Deployment) -> Facts:
         return Facts((), isolated=True, state_root="", weights_root="", ray_token_file="", placed={})
 
+    def refresh(self, _: DSV4Deployment, facts: Facts) -> Facts:
+        return facts
+
     async def observe(self, deployment: DSV4Deployment, group: int) -> Observed:
         return Observed(GroupKey.of(deployment, group), ())
 
