@@ -35,7 +35,7 @@ REMEDY = "; ".join(f"`PYTHONPATH=tests/cluster .venv/bin/python -m clusterkit bu
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(3000),
-    pytest.mark.skipif(bool(MISSING), reason=f"parts of k3s are not built yet: {REMEDY}"),
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}; build with {REMEDY}"),
 ]
 
 SETTINGS = Settings(f"k3s{os.environ.get('PYTEST_XDIST_WORKER', '')}", nodes=2, k3s=True)

@@ -183,6 +183,7 @@ def _fitting(offer: Offer) -> Offer | None:
         return offer
     if chosen.memory.verdict is not FitVerdict.FITS:
         return None
+    # `chosen` is planned for the default number of users of `document`.
     plans = {users: chosen.memory if users == USERS[1] else _memory(offer, users) for users in USERS}
     return replace(offer, contexts={users: longest_context(plan, users) for users, plan in plans.items()})
 

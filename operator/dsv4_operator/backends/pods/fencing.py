@@ -44,6 +44,7 @@ _OVERDUE_SECONDS = 15.0
 _LATE_SECONDS = 30.0
 """Time in which the API server may still execute a request whose connection broke: that of the longest request."""
 _LATE_ATTEMPTS = 4
+"""Attempts of the removal of such an object, each after twice the time of the one before: 7.5 minutes in all."""
 
 
 class FenceError(BackendError):
@@ -192,12 +193,12 @@ class Fencer:
             try:
                 await gather_all(*(self._objects.delete_named(SECRETS, key.namespace, one, key.uid) for one in wanted))
             except (KubeError, BackendError) as error:
-                about = key.namespace, key.deployment, key.group
                 _log.warning(
-                    "%s/%s: incarnation %s of group %s may leave its token: %s",
-                    *about[:2],
-                    incarnation,
-                    about[2],
+                    "attempt %s of %s to remove the Secrets %s of namespace %s failed; delete them if they remain: %s",
+                    attempt + 1,
+                    _LATE_ATTEMPTS,
+                    " and ".join(wanted),
+                    key.namespace,
                     error,
                 )
             else:
