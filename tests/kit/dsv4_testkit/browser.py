@@ -31,6 +31,24 @@ async def chromium() -> AsyncIterator[Any]:
             await browser.close()
 
 
+async def visit(tab: Any, url: str) -> None:
+    """Load a page, again while the machine's interfaces change: Chromium ends all requests then, even on loopback.
+
+    Other tests create network namespaces meanwhile.
+    """
+    from playwright.async_api import Error
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            try:
+                await tab.goto(url)
+                return
+            except Error as error:
+                if "ERR_NETWORK_CHANGED" not in error.message:
+                    raise
+                await asyncio.sleep(0.2)
+
+
 async def until(tab: Any, expression: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until an expression is true, by repeated evaluation.
 

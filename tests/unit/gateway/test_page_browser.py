@@ -33,7 +33,7 @@ from dsv4_runtime.contract.gateway import (
     page_event,
 )
 from dsv4_runtime.util.sse import Feed
-from dsv4_testkit.browser import CHROMIUM, MISSING, chromium, until
+from dsv4_testkit.browser import CHROMIUM, MISSING, chromium, until, visit
 from dsv4_testkit.waiting import free_port
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
@@ -189,7 +189,7 @@ class Site:
         tab = await context.new_page()
         tab.on("console", lambda message: self._note(message.type, message.text))
         tab.on("pageerror", lambda error: self._note("error", str(error)))
-        await tab.goto(self.url)
+        await visit(tab, self.url)
         if key is not None:
             await self.sign_in(tab, key)
             await tab.wait_for_selector("#page:not([hidden]) .group")
