@@ -31,18 +31,18 @@ async def chromium() -> AsyncIterator[Any]:
             await browser.close()
 
 
-async def visit(tab: Any, url: str) -> None:
-    """Load a page, again while the machine's interfaces change: Chromium ends all requests then, even on loopback.
+async def visit(tab: Any, url: str) -> Any:
+    """Load a page, and return the response.
 
-    Other tests create network namespaces meanwhile.
+    It is loaded again while the machine's interfaces change, because other tests create network namespaces: Chromium
+    then ends all requests, even on loopback.
     """
     from playwright.async_api import Error
 
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             try:
-                await tab.goto(url)
-                return
+                return await tab.goto(url)
             except Error as error:
                 if "ERR_NETWORK_CHANGED" not in error.message:
                     raise
