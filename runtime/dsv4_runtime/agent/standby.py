@@ -12,6 +12,7 @@ import asyncio
 import base64
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,8 @@ _WORKERS_SECONDS = 3.0
 _MISSING_SECONDS = 60.0
 """Time after which a requested worker that does not exist is lost: it ended before it was found. A start takes seconds,
 on a busy machine more."""
+_PROCESSORS_EACH = 8
+"""Processors of the machine per standby process with which imports do not pause: they take an eighth at most."""
 _LEAST_MEMORY = 4 << 30
 """Minimum of available memory: a slower restart is better than an out-of-memory kill."""
 
@@ -115,7 +118,7 @@ class Standby:
             OSError, TimeoutError: a process cannot be started, or Ray does not answer.
         """
         context, me, head = self._context, self._context.me, self._context.plan.head
-        context.brake.touch()
+        self._slow_down()
         await self.start_server(NAME)
         if not self._has_memory():
             return 0
@@ -154,7 +157,7 @@ class Standby:
             port, message = int(found["port"]), base64.b64decode(found["messages"][workers - 1])
         except (OSError, ValueError, KeyError, IndexError, TypeError):
             return False
-        context.brake.touch()
+        self._slow_down()
         return bool(await grpc_call(context.me.address, port, _PRESTART, context.token, _RAYLET_SECONDS, message))
 
     async def _until_lost(self, requested: int) -> tuple[str, int]:
@@ -207,6 +210,12 @@ class Standby:
         if server in self._context.children:
             self._context.children.remove(server)
         return server.pid
+
+    def _slow_down(self) -> None:
+        """Have imports pause, so that they leave the processors to the engine, unless the machine has many."""
+        processes = 1 + (self._context.me.devices if self._has_workers else 0)
+        if len(os.sched_getaffinity(0)) < processes * _PROCESSORS_EACH:
+            self._context.brake.touch()
 
     def release(self) -> None:
         """Let the imports continue at full speed: the engine is dead, and the next one needs the processes."""

@@ -17,7 +17,7 @@ Prestarted workers belong to no job, so the next engine gets them.
 While an engine serves, these imports must leave the processor to it. A lower priority cannot be raised again without
 CAP_SYS_NICE or RLIMIT_NICE (`sched(7)`), and a worker in use needs its full share. Imports therefore pause after each
 module in proportion to the processor time used, while the file named by the environment variable `BRAKE` exists. The
-agent creates the file, and removes it when the processes are needed.
+agent creates the file on a machine with few processors, and removes it when the processes are needed.
 """
 
 from __future__ import annotations

@@ -236,6 +236,7 @@ def test_a_released_brake_lets_imports_continue(tmp_path: Path) -> None:
 async def test_the_brake_is_on_while_an_engine_serves_and_off_when_the_next_one_needs_its_processes(
     member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {pid, 1})
     assert member.context.env.get(warm_pool.BRAKE) is None, "the fixture's"
     plain = Member(member.context.plan, 0, member.context.directory, "token")
     assert plain.context.env[warm_pool.BRAKE] == str(plain.context.brake)
@@ -248,6 +249,25 @@ async def test_the_brake_is_on_while_an_engine_serves_and_off_when_the_next_one_
     assert not member.context.brake.exists()
     (waiting,) = member.context.children
     await waiting.end(0.0)
+
+
+@pytest.mark.parametrize(
+    ("executor", "devices", "processors", "pauses"),
+    [
+        *[("mp", 1, 7, True), ("mp", 1, 8, False), ("mp", 4, 8, False), ("ray", 1, 15, True), ("ray", 1, 16, False)],
+        *[("ray", 2, 23, True), ("ray", 2, 24, False), ("ray", 8, 71, True), ("ray", 8, 128, False)],
+    ],
+)
+async def test_imports_pause_where_standby_processes_would_take_more_than_an_eighth_of_the_processors(
+    member: Member, monkeypatch: pytest.MonkeyPatch, executor: str, devices: int, processors: int, pauses: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(pid, processors)))
+    context = member.context
+    engine = context.plan.engine.model_copy(update={"args": (f"--distributed-executor-backend={executor}",)})
+    context.plan = context.plan.model_copy(update={"engine": engine})
+    context.me = context.me.model_copy(update={"devices": devices})
+    member.standby._slow_down()
+    assert context.brake.exists() == pauses
 
 
 @pytest.mark.parametrize(("told", "code"), [(True, 0), (False, 1)])
