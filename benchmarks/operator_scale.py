@@ -189,15 +189,17 @@ class Bench:
                         said = time.monotonic()
                         print(f"{said - began:5.0f} s: {ready} of {count} are ready", flush=True)
 
-    async def remove(self, kube: Client, side: Side) -> None:
-        """Delete the objects, and wait until their pods are gone."""
+    async def remove(self, kube: Client, side: Side, count: int) -> None:
+        """Delete the `count` objects, and wait until their pods are gone, a second longer for each."""
         for one in await kube.list(side.resource, self.namespace):
             await kube.delete(side.resource, self.namespace, one["metadata"]["name"])
-        async with asyncio.timeout(_REMOVE_SECONDS):
+        # A list of thousands of pods takes seconds of processor time, which the removal needs.
+        pause = max(0.5, count / 200)
+        async with asyncio.timeout(_REMOVE_SECONDS + count):
             while True:
                 if not await kube.list(PODS, self.namespace):
                     return
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(pause)
 
     async def proven(self, kube: Client, count: int) -> None:
         """Fail unless two members of every group run, each on a node."""
@@ -317,7 +319,7 @@ async def _both(bench: Bench, count: int, rest: float, *, kuberay: bool, restart
         if not kuberay:
             return
         began = time.monotonic()
-        await bench.remove(kube, OURS)
+        await bench.remove(kube, OURS, count)
         print(f"\nall deployments and their pods were gone {time.monotonic() - began:.1f} s later\n", flush=True)
         # It would parse the pods of the RayClusters.
         _end(bench.operator)
