@@ -16,8 +16,15 @@ import pytest
 from dsv4_kernels.arch import Arch, TargetGPU
 from dsv4_kernels.fp8.api import QuantPlan
 from dsv4_runtime.vllm_plugin.kernels import plans
-from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, begin, begin_anew, finish
+from dsv4_runtime.vllm_plugin.kernels.plans import DEVICE, announce, begin, begin_anew
 from dsv4_testkit.waiting import wait_until
+
+BUSY_SECONDS = 300.0
+"""The process that compiles imports torch and Triton, which took over a minute beside other test runs."""
+
+
+def finish(seconds: float = BUSY_SECONDS) -> None:
+    plans.finish(seconds)
 
 
 @pytest.fixture(autouse=True)
