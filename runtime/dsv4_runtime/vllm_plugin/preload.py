@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from dsv4_runtime.vllm_plugin.warm_pool import slow_imports
+from dsv4_runtime.vllm_plugin.warm_pool import import_modules, slow_imports
 
 _HASH = "--runtime-env-hash="
 
@@ -21,6 +21,10 @@ def has_environment(arguments: Sequence[str]) -> bool:
 if has_environment(sys.argv):
     with slow_imports():
         # The module that unpickling of the worker's class imports first: patches see the usual order of imports.
-        from dsv4_runtime.vllm_plugin.kernels.v033 import RAY_EXECUTOR
+        from dsv4_runtime.vllm_plugin.kernels import v033
+        from dsv4_runtime.vllm_plugin.patch import is_cpu_build
 
-        importlib.import_module(RAY_EXECUTOR)
+        importlib.import_module(v033.RAY_EXECUTOR)
+        if not is_cpu_build():
+            # An initialized driver holds no memory, and this process is not forked.
+            import_modules(v033.QUANTIZATION_MODULES + v033.WORKER_MODULES)

@@ -3,16 +3,16 @@
 `python -m dsv4_runtime.vllm_plugin.warm_pool server MODEL [worker]` imports vLLM's API server, a quarter of a restart
 of the nano model, and waits for one line on its input: the `Order` to become the server. It answers probes meanwhile,
 and ends when its input closes. Before it waits, it runs vLLM's inspection of the model's class, whose result vLLM
-caches for later starts on the machine. With `worker`, for an engine whose workers are forks of this process, it also
-imports the modules of a worker on a GPU.
+caches for later starts on the machine. On a GPU it also imports the modules of EngineCore and Ray's executor, or with
+`worker`, for an engine whose workers are forks of this process, those of a worker.
 
 `python -m dsv4_runtime.vllm_plugin.warm_pool executor ARGUMENTS` is `vllm serve` for arguments with `--headless`: the
 workers of one member of a group without Ray, and their parent. A server that waits becomes it with such an order.
 
 `python -m dsv4_runtime.vllm_plugin.warm_pool workers GCS ADDRESS COUNT FILE` has the raylet at ADDRESS prestart Ray
-worker processes, which import vLLM (`preload`), and writes the request to FILE, so that the agent can repeat it. Ray
-assigns to an actor an idle worker process with the actor's runtime environment and starts one only if there is none.
-Prestarted workers belong to no job, so the next engine gets them.
+worker processes, which import the modules of a worker (`preload`), and writes the request to FILE, so that the agent
+can repeat it. Ray assigns to an actor an idle worker process with the actor's runtime environment and starts one only
+if there is none. Prestarted workers belong to no job, so the next engine gets them.
 
 While an engine serves, these imports must leave the processor to it. A lower priority cannot be raised again without
 CAP_SYS_NICE or RLIMIT_NICE (`sched(7)`), and a worker in use needs its full share. Imports therefore pause after each
@@ -127,8 +127,7 @@ def serve(model: Path, *, worker: bool = False) -> None:
     with slow_imports():
         importlib.import_module(SERVER)
         inspect_model(model)
-        if worker:
-            import_worker()
+        import_ahead(worker=worker)
         print(WAITS, file=sys.stderr, flush=True)
     torch = sys.modules.get("torch")
     has_device = torch is not None and torch.cuda.is_initialized()
@@ -192,36 +191,41 @@ def inspect_model(model: Path) -> None:
         print(f"the model's class was not inspected: {type(error).__name__}: {reason}", file=sys.stderr)
 
 
-def import_worker() -> None:
-    """Import the modules of a worker on a GPU (7 s of a start on an H200), up to the first that initializes CUDA.
+def import_modules(names: Sequence[str]) -> int:
+    """Import modules up to the first after which CUDA is initialized; return the number before it."""
+    from dsv4_runtime.vllm_plugin import forking
+
+    for number, name in enumerate(names):
+        # One that is missing costs the engine's own error, or nothing.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+        if forking.has_cuda():
+            return number
+    return len(names)
+
+
+def import_ahead(*, worker: bool) -> None:
+    """Import the modules of an engine on a GPU and, with `worker`, of its worker (7 s of a start on an H200), up to the
+    first that initializes CUDA.
 
     This process must not hold a device, and could not fork a worker that uses one. A child imports them first.
     """
     from dsv4_runtime.vllm_plugin import forking
-    from dsv4_runtime.vllm_plugin.kernels.v033 import WORKER_MODULES
+    from dsv4_runtime.vllm_plugin.kernels import v033
     from dsv4_runtime.vllm_plugin.patch import is_cpu_build
 
     if is_cpu_build():
         return
-
-    def load(names: Sequence[str]) -> int:
-        """Return the number of modules after whose import CUDA is not initialized."""
-        for number, name in enumerate(names):
-            # One that is missing costs the engine's own error, or nothing.
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-            if forking.has_cuda():
-                return number
-        return len(names)
-
+    more = v033.WORKER_MODULES if worker else (v033.RAY_EXECUTOR,)
+    names = (*v033.SERVER_MODULES, *v033.QUANTIZATION_MODULES, *more)
     try:
-        harmless = forking.call_in_child(lambda: load(WORKER_MODULES), _TRIED_SECONDS)
+        harmless = forking.call_in_child(lambda: import_modules(names), _TRIED_SECONDS)
     except (forking.ForkError, OSError) as error:
-        print(f"a worker's modules are not imported ahead: {error}", file=sys.stderr)
+        print(f"the engine's modules are not imported ahead: {error}", file=sys.stderr)
         return
-    if harmless < len(WORKER_MODULES):
-        print(f"not imported ahead, because it initializes CUDA: {WORKER_MODULES[harmless]}", file=sys.stderr)
-    load(WORKER_MODULES[:harmless])
+    if harmless < len(names):
+        print(f"not imported ahead, because it initializes CUDA: {names[harmless]}", file=sys.stderr)
+    import_modules(names[:harmless])
 
 
 def _set_environment(env: Mapping[str, str], before: Mapping[str, str]) -> None:

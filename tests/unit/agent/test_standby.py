@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib
 import json
 import os
 import random
@@ -97,20 +98,27 @@ async def test_the_standby_process_imports_before_it_gets_its_command_line(
     assert log.read_text() == "of the engine before\nimported\nserves ['--model=x'] now None \n"
 
 
+@pytest.mark.parametrize("worker", [True, False])
 @pytest.mark.parametrize("number", [0, 2, 3])
-def test_modules_of_a_worker_are_imported_up_to_one_that_takes_a_device(
-    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_modules_are_imported_up_to_one_that_takes_a_device(
+    worker: bool, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = ("of_a_worker_0", "of_a_worker_1", "of_a_worker_2")
+    names = ("of_an_engine_0", "of_an_engine_1", "of_an_engine_2")
     for name in names:
         (tmp_path / f"{name}.py").write_text("1 / 0" if name == names[1] else "")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(v033, "WORKER_MODULES", names)
+    monkeypatch.setattr(v033, "SERVER_MODULES", names[:1])
+    monkeypatch.setattr(v033, "QUANTIZATION_MODULES", names[1:2])
+    # Ray's workers are no forks of this process and import their modules themselves.
+    monkeypatch.setattr(v033, "WORKER_MODULES", names[2:] if worker else ("of_a_worker",))
+    monkeypatch.setattr(v033, "RAY_EXECUTOR", names[2])
+    (tmp_path / "of_a_worker.py").touch()
     monkeypatch.setattr(patch, "is_cpu_build", lambda: False)
     monkeypatch.setattr(forking, "has_cuda", lambda: number < 3 and names[number] in sys.modules)
     try:
-        warm_pool.import_worker()
+        warm_pool.import_ahead(worker=worker)
         assert [name in sys.modules for name in names] == [number > 0, False, number > 2]
+        assert "of_a_worker" not in sys.modules
     finally:
         for name in names:
             sys.modules.pop(name, None)
@@ -574,6 +582,34 @@ def test_the_models_class_is_inspected_ahead_of_time(
 )
 def test_rays_own_idle_processes_import_nothing(arguments: list[str], imports: bool) -> None:
     assert preload.has_environment(arguments) is imports
+
+
+@pytest.mark.parametrize(
+    ("words", "cpu", "expected"),
+    [
+        ([], False, []),
+        (["--runtime-env-hash=1234"], False, ["of_the_executor", "of_quantization", "of_a_worker"]),
+        (["--runtime-env-hash=1234"], True, ["of_the_executor"]),
+    ],
+)
+def test_a_waiting_worker_of_ray_imports_the_modules_of_a_worker(
+    words: list[str], cpu: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ("of_the_executor", "of_quantization", "of_a_worker")
+    for name in names:
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(v033, "RAY_EXECUTOR", names[0])
+    monkeypatch.setattr(v033, "QUANTIZATION_MODULES", names[1:2])
+    monkeypatch.setattr(v033, "WORKER_MODULES", names[2:])
+    monkeypatch.setattr(patch, "is_cpu_build", lambda: cpu)
+    monkeypatch.setattr(sys, "argv", ["default_worker.py", *words])
+    try:
+        importlib.reload(preload)
+        assert [name for name in names if name in sys.modules] == expected
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
 
 
 def test_only_idle_processes_with_the_engines_environment_are_counted() -> None:
