@@ -26,6 +26,9 @@ pytestmark = pytest.mark.timeout(1800)
 COMMAND_SECONDS = 330.0
 """More than the limit of each command."""
 LARGEST_REPORT = 2 << 20
+TOLERANCE = "0.25"
+"""Nats. Stock kernels round differently, and a rounding changes the choice of experts: 0.164 in the mean on two H200
+(2026-11-28), without a decisive difference. `dsv4 verify` also fails on scaled logits and on decisive differences."""
 COLUMNS = ("kernels", "output tokens per second", "TTFT", "TPOT")
 
 
@@ -90,7 +93,7 @@ def bundled(stock: Path, orders: Path, page: Page) -> Iterator[Deployment]:
 
 
 def test_stock_and_bundled_kernels_in_a_report(bundled: Deployment, stock: Path, tmp_path: Path, page: Page) -> None:
-    found = verify(bundled, "--reference", str(stock / "reference.json"))
+    found = verify(bundled, "--reference", str(stock / "reference.json"), "--tolerance", TOLERANCE)
     results = {each["name"]: each for each in found["results"]}
     assert results["oracle.reference"]["status"] == "ok"
     difference = results["oracle.reference"].get("figures")
@@ -110,12 +113,16 @@ def test_stock_and_bundled_kernels_in_a_report(bundled: Deployment, stock: Path,
     assert bundled.name not in target.read_text()
 
 
-def test_wrong_logits_are_found(bundled: Deployment, stock: Path, orders: Path, page: Page) -> None:
+def test_wrong_logits_are_found(bundled: Deployment, orders: Path, tmp_path: Path, page: Page) -> None:
+    reference = str(tmp_path / "reference.json")
+    verify(bundled, "--export", reference)
+    words = ("--only", "oracle.reference", "--reference", reference)
+    (right,) = verify(bundled, *words)["results"]
+    page.row("Engine", ("what", "here"), "bundled against itself, log-probabilities", right.get("figures", ""))
     orders.write_text(json.dumps({"kind": "logits", "scale": 1.01}))
-    words = ("--only", "oracle.reference", "--reference", str(stock / "reference.json"), "--tolerance", "0.005")
     try:
-        (result,) = verify(bundled, *words, codes=(1,))["results"]
+        (wrong,) = verify(bundled, *words, codes=(1,))["results"]
     finally:
         orders.unlink()
-    assert result["status"] == "failed"
-    page.row("Engine", ("what", "here"), "logits 1 % too large, log-probabilities", result.get("evidence", ""))
+    assert "logits are scaled by 1.01" in wrong["text"]
+    page.row("Engine", ("what", "here"), "logits 1 % too large, log-probabilities", wrong.get("evidence", ""))
