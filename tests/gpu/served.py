@@ -1,8 +1,11 @@
-"""`dsv4 up` of the Nano model on GPUs: its manifest, and the checks of a recovery."""
+"""`dsv4 up` on GPUs: manifests of the nano model and of four layers of Flash, and the checks of a recovery."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from page import Page
@@ -30,6 +33,16 @@ COLUMNS = ("what was done", "cause", "level", "verdict after", "serves again aft
 DEATH_SECONDS, HANG_SECONDS = 3.0, 6.0
 SERVES_SECONDS = 400.0
 """A start on a machine without compiled kernels took up to 281 s."""
+
+
+def flash_slice(folder: Path) -> str:
+    """Make four layers of Flash with random weights (14 GB, half a minute) in `folder`; return their manifest."""
+    command = [sys.executable, "-m", "benchmarks.gpu.flash_slice", str(folder)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=300)
+    text = MANIFEST.replace("{{nano: {{seed: 0, precision: fp8}}}}", f"{{{{path: {folder}}}}}")
+    text = text.replace("gpuMemoryUtilization: 0.3", "gpuMemoryUtilization: 0.6")
+    assert str(folder) in text
+    return text
 
 
 def recovered(deployment: Deployment, page: Page, what: str, since: float) -> dict[str, Any]:
