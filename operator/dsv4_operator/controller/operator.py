@@ -207,7 +207,7 @@ class Operator:
             if KUBERAY_BACKEND in options.policy.backends
             else None
         )
-        self._nodes = NodeCache(self._kube)
+        self._nodes = NodeCache(self._kube, changed=self._node_changed)
         self._fleet = Fleet(self._manifests)
         given = registry.BackendDependencies(
             self._kube,
@@ -435,6 +435,10 @@ class Operator:
         self._changed(key[:2])
         if self._ray_clusters is not None:
             self._backends.orphaned(key, self._deployments.uid(key[:2]))
+
+    def _node_changed(self, node: str) -> None:
+        for key in self._pods.deployments_on(node):
+            self._changed(key)
 
     def _changed(self, key: DeploymentKey) -> None:
         if self._deployments.knows(key):

@@ -245,13 +245,25 @@ class PodCache(Cache[PodKey]):
         """Return the keys of the deployment's groups that have members."""
         return [key for key in self._objects if key[:2] == (namespace, deployment) and key[2] >= 0]
 
+    def deployments_on(self, node: str) -> set[tuple[str, str]]:
+        """Return namespace and name of the deployments with members on `node`."""
+        return {
+            key[:2]
+            for key, pods in self._objects.items()
+            if key[2] >= 0 and any(names.part(pod, "spec").get("nodeName") == node for pod in pods.values())
+        }
+
 
 class NodeCache(Cache[str]):
     """Cordoned nodes of a cluster, by name, without their content."""
 
-    def __init__(self, kube: Client) -> None:
-        """See `Cache`."""
-        super().__init__(kube, NODES, lambda node: str(node["metadata"]["name"]), keep=_cordoned)
+    def __init__(self, kube: Client, *, changed: Callable[[str], None] | None = None) -> None:
+        """See `Cache`. `changed` is called with every node that was cordoned or uncordoned."""
+        super().__init__(kube, NODES, _node_name, changed=changed, keep=_cordoned, version=_node_name)
+
+
+def _node_name(node: Manifest) -> str:
+    return str(node["metadata"]["name"])
 
 
 def _cordoned(node: Manifest) -> Manifest | None:

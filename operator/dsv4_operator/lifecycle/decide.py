@@ -136,6 +136,8 @@ POLL_SECONDS = 1.0
 """Interval between decisions about a group that starts or changes; about one that serves up to three times as long."""
 _MARGIN_SECONDS = 0.1
 """Time after the first possible silence of a member at which it is looked for."""
+QUIET_SECONDS = 60.0
+"""Interval between decisions about a group that serves, where every change of it is an event."""
 REFUSED_SECONDS = 15.0
 """Interval between attempts to plan on machines that were refused; they may change without an event."""
 RESYNC_SECONDS = 300.0
@@ -297,12 +299,15 @@ class _Step:
         return Decision(self._end_observed(keep=group.incarnation), self._next_look(group), group)
 
     def _next_look(self, group: GroupStatus) -> float:
-        """Return the time of the next decision: for a group that serves, that at which a member may first be silent."""
+        """Return the time of the next decision: for a group that serves, that at which a member may first be silent,
+        unless the backend reports silence."""
         answers = [member for member in self._present(group) if member.ended is None and member.waiting is None]
         heard = [member.heard for member in answers if member.heard is not None]
         silent = any(member.silent_since is not None for member in group.members)
         if group.phase is not GroupPhase.SERVING or silent or len(heard) != len(group.members):
             return self.now + POLL_SECONDS
+        if self.observed.silence_is_event:
+            return self.now + QUIET_SECONDS
         first = min((*heard, self.now)) + FRESH_SECONDS + _MARGIN_SECONDS
         return max(self.now + POLL_SECONDS, first)
 

@@ -93,6 +93,8 @@ class Observed:
     the same name that are still terminating; 0: none."""
     anomalies: tuple[str, ...] = ()
     """Changes of the group's objects by other clients, one sentence each: ignored pods, changed labels."""
+    silence_is_event: bool = False
+    """Whether the backend requests a decision once a member is silent; otherwise the next decision looks for it."""
 
 
 # Reachability of a deployment: a pure state machine over the results of requests through its public endpoint.

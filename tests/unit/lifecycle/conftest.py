@@ -51,6 +51,7 @@ class Scene:
     annotations: dict[str, str] = field(default_factory=dict)
     members: list[ObservedMember] = field(default_factory=list)
     used_incarnation: int = 0
+    silence_is_event: bool = False
     kept: GroupStatus | None = None
 
     @property
@@ -78,7 +79,7 @@ class Scene:
         self.now += after
         decision = decide(
             self.deployment,
-            Observed(KEY, tuple(self.members), self.used_incarnation),
+            Observed(KEY, tuple(self.members), self.used_incarnation, silence_is_event=self.silence_is_event),
             self.kept,
             self.plan,
             self.now,

@@ -18,6 +18,7 @@ from dsv4_operator.lifecycle import (
     record_evidence,
 )
 from dsv4_operator.lifecycle.status import exhausted_sentence
+from dsv4_operator.lifecycle.watch import FRESH_SECONDS
 from dsv4_runtime.contract import Cause, EngineStatus, Failure, Health, Phase, Verdict
 
 Scene = Any
@@ -62,6 +63,22 @@ def test_a_group_that_serves_is_decided_again_when_a_member_may_first_be_silent(
     assert seconds(scene.look()) == 1.0
     scene.members[1] = replace(scene.members[1], waiting="its image is pulled")
     assert seconds(scene.look()) == 1.0, "its agent cannot answer, so it is not silent"
+
+
+def test_a_group_whose_backend_reports_silence_is_decided_again_after_a_minute(scene: Scene) -> None:
+    scene.serve()
+    scene.silence_is_event = True
+    scene.says(Phase.SERVING)
+    decision = scene.look()
+    assert (decision.next_time, scene.phase) == (scene.now + 60.0, GroupPhase.SERVING)
+    # The event of the silence leads to a decision, and each second to another one while it lasts.
+    decision = scene.look(FRESH_SECONDS + 0.05)
+    assert [member.silent_since is not None for member in scene.status.members] == [True, True]
+    assert decision.next_time == scene.now + 1.0
+    for _ in range(10):
+        if scene.phase is GroupPhase.SERVING:
+            scene.look(1.0)
+    assert scene.phase is GroupPhase.RECOVERING
 
 
 def test_numbers_that_others_use_are_left_out(scene: Scene) -> None:

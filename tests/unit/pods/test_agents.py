@@ -7,15 +7,18 @@ import functools
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from dsv4_operator.backends.pods.observe import AgentWatch, Endpoint
+from dsv4_operator.lifecycle.watch import FRESH_SECONDS
 from dsv4_runtime import client as client_module
 from dsv4_runtime.client import AgentClient
 from dsv4_runtime.contract import AgentStatus, GroupReport, Phase
 from dsv4_runtime.contract.token import CHALLENGE, challenge, new_token
+from dsv4_runtime.util.clock import unix_time
 from dsv4_runtime.util.files import raise_file_limit
 from dsv4_testkit.documents import agent_status
 from dsv4_testkit.waiting import until
@@ -131,6 +134,49 @@ async def test_members_are_polled_repeatedly_once_the_head_is_silent(
         asked = witness.asked
         await failed(listening, news)
         await until(lambda: witness.asked >= asked + 3)
+
+
+async def test_each_silence_is_reported_once_and_not_before_decisions_see_it(
+    agents: tuple[AgentWatch, asyncio.Event],
+) -> None:
+    listening, news = agents
+    member = Member(1, answers=True)
+    async with member as endpoint:
+        listening.follow({1: endpoint})
+        for _ in range(2):
+            asked = member.asked
+            member.answers = True
+            await until(lambda: member.asked > asked)  # noqa: B023
+            await until(lambda: (one := listening.report(1)) is not None and unix_time() - one.heard < FRESH_SECONDS)
+            member.answers = False
+            news.clear()
+            async with asyncio.timeout(60):
+                await news.wait()
+            report = listening.report(1)
+            assert report is not None
+            assert unix_time() - report.heard > FRESH_SECONDS
+            news.clear()
+            await asyncio.sleep(1.5)
+            assert not news.is_set()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_news"),
+    [
+        ({"warnings": ("GPU 0: clock 850 MHz of 2418 MHz", "1 of 2 links is down")}, True),
+        ({"warnings": ("GPU 0: clock 910 MHz of 2418 MHz",)}, False),
+        ({"warnings": ()}, True),
+        ({"broken": "no shared memory"}, True),
+        ({"time": 5.0}, False),
+    ],
+)
+async def test_a_decision_is_requested_for_news_only(
+    agents: tuple[AgentWatch, asyncio.Event], change: dict[str, Any], is_news: bool
+) -> None:
+    watch, _ = agents
+    first = status(0, Phase.SERVING).model_copy(update={"warnings": ("GPU 0: clock 850 MHz of 2418 MHz",)})
+    watch._take(0, first, 1.0)
+    assert watch._take(0, first.model_copy(update=change), 2.0) is is_news
 
 
 async def test_reports_of_agents_of_another_incarnation_are_ignored(agents: tuple[AgentWatch, asyncio.Event]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from dsv4_operator.lifecycle.observed import UNTRIED
 from dsv4_runtime.contract.gateway import CanaryReport
 from dsv4_runtime.contract.token import canary_token
 from dsv4_testkit.pod_objects import deployment
+from dsv4_testkit.waiting import until
 
 KEY = "0" * 64
 SERVING = (GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1, engine_generation=1),)
@@ -82,7 +84,9 @@ class World:
         return self.canaries.problem(self.deployment, groups)
 
     async def settled(self, groups: tuple[GroupStatus, ...] = SERVING) -> str | None:
-        """Check, wait until no request is under way, and return the result of a second check."""
+        """Check once the next request is due, wait until it is complete, and return the result of a second check."""
+        for known in self.canaries._known.values():
+            known.canary = replace(known.canary, due=0.0)
         self.problem(groups)
         for known in self.canaries._known.values():
             if known.task is not None:
@@ -95,11 +99,6 @@ async def world() -> AsyncIterator[World]:
     found = World()
     yield found
     await found.canaries.close()
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4_operator.lifecycle.observed.AGAIN_SECONDS", 0.0)
 
 
 async def test_no_canary_is_sent_while_no_group_serves(world: World) -> None:
@@ -194,6 +193,32 @@ async def test_a_new_engine_has_to_answer(world: World) -> None:
     assert await world.settled() is None
     assert world.problem(LATER) == UNTRIED
     assert await world.settled(LATER) is None
+
+
+@pytest.mark.parametrize("answer", [None, "no healthy engine"])
+async def test_requests_are_sent_when_they_are_due_until_no_group_serves(
+    world: World, monkeypatch: pytest.MonkeyPatch, answer: str | None
+) -> None:
+    """Without a further check: at rest a deployment is reconciled less often."""
+    for name in ("PERIOD_SECONDS", "AGAIN_SECONDS"):
+        monkeypatch.setattr(f"dsv4_operator.lifecycle.observed.{name}", 0.05)
+    world.answer = answer
+    assert world.problem() == UNTRIED
+    await until(lambda: len(world.asked) >= 4)
+    assert world.changed == [("team", "nano")]
+    assert world.problem(AWAY) == answer
+    (known,) = world.canaries._known.values()
+    if known.task is not None:
+        await known.task
+    asked = len(world.asked)
+    await asyncio.sleep(0.3)
+    assert len(world.asked) == asked
+    world.problem()
+    await until(lambda: len(world.asked) > asked)
+    world.canaries.release("team", "nano")
+    asked = len(world.asked)
+    await asyncio.sleep(0.3)
+    assert len(world.asked) == asked
 
 
 async def test_an_exception_is_a_problem_and_ends_nothing(world: World) -> None:

@@ -259,13 +259,26 @@ async def test_a_group_that_another_scheduler_places_stays(monkeypatch: pytest.M
 
 def test_the_cache_has_cordoned_nodes_only() -> None:
     server = FakeKube()
-    cache = NodeCache(server)  # type: ignore[arg-type]
+    changed: list[str] = []
+    cache = NodeCache(server, changed=changed.append)  # type: ignore[arg-type]
     one = {"apiVersion": "v1", "kind": "Node", **node("a", cordoned=True)}
     cache._put(copy.deepcopy({**one, "metadata": {**one["metadata"], "resourceVersion": "1"}}))
     assert [found["metadata"]["name"] for found in cache.all()] == ["a"]
     other = {"apiVersion": "v1", "kind": "Node", **node("a")}
     cache._put({**other, "metadata": {**other["metadata"], "resourceVersion": "2"}})
     assert list(cache.all()) == []
+    assert changed == ["a", "a"]
+    for version in ("3", "4", "5"):
+        cache._put(copy.deepcopy({**one, "metadata": {**one["metadata"], "resourceVersion": version}}))
+    assert changed == ["a"] * 3, "other changes of a cordoned node"
+
+
+async def test_deployments_with_members_on_a_node_are_found(world: World) -> None:
+    await world.serve()
+    nodes = {str(pod["spec"]["nodeName"]) for pod in world.pods()}
+    assert len(nodes) == 2
+    assert all(world.cache.deployments_on(name) == {("team", "nano")} for name in nodes)
+    assert world.cache.deployments_on("n9") == set()
 
 
 async def test_an_eviction_while_the_deployment_is_paused_uses_no_restart(world: World) -> None:

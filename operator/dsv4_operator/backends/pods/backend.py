@@ -354,7 +354,8 @@ class PodsBackend:
             members.append(replace(seen, cordoned=self._cluster.is_cordoned(seen.node)))
         known.ended = ended
         anomalies = self._anomalies(deployment, group, found)
-        return Observed(key, tuple(members), used_incarnation=self._used_incarnation(key), anomalies=anomalies)
+        used = self._used_incarnation(key)
+        return Observed(key, tuple(members), used_incarnation=used, anomalies=anomalies, silence_is_event=True)
 
     async def drain(self, deployment: DSV4Deployment, group: int, incarnation: int, seconds: float) -> bool:
         """See `Backend`."""

@@ -49,9 +49,11 @@ Reported = Callable[[str, str, CanaryReport], None]
 
 @dataclass(slots=True)
 class _Watched:
-    uid: str | None
+    deployment: DSV4Deployment
     canary: Canary
     task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    """Start of the next request."""
 
 
 class Canaries:
@@ -85,23 +87,26 @@ class Canaries:
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def problem(self, deployment: DSV4Deployment, groups: Iterable[GroupStatus]) -> str | None:
-        """Return the reason why users cannot reach `deployment`; None: they can. Starts a request if one is due."""
+        """Return the reason why users cannot reach `deployment`; None: they can. Requests are sent while it serves."""
         name, now = (deployment.metadata.namespace, deployment.metadata.name), time.monotonic()
         lives, pods = lives_of(groups), self._gateways(*name)
         ready = frozenset(str(pod["metadata"]["uid"]) for pod in pods if is_ready(pod))
         known = self._known.get(name)
-        if known is None or known.uid != deployment.metadata.uid:
+        if known is None or known.deployment.metadata.uid != deployment.metadata.uid:
             self.release(*name)
-            known = self._known[name] = _Watched(deployment.metadata.uid, _first(deployment, lives, ready, now))
-        known.canary = seen(known.canary, lives, ready, now)
-        if lives and known.task is None and now >= known.canary.due:
-            known.task = asyncio.create_task(self._try(deployment, known, list(pods)))
+            known = self._known[name] = _Watched(deployment, _first(deployment, lives, ready, now))
+        known.deployment, known.canary = deployment, seen(known.canary, lives, ready, now)
+        self._send_when_due(known)
         return known.canary.problem
 
     def release(self, namespace: str, name: str) -> None:
         """Drop the data of one deployment."""
         known = self._known.pop((namespace, name), None)
-        if known is not None and known.task is not None:
+        if known is None:
+            return
+        if known.timer is not None:
+            known.timer.cancel()
+        if known.task is not None:
             known.task.cancel()
 
     async def close(self) -> None:
@@ -114,9 +119,24 @@ class Canaries:
             await self._session.close()
             self._session = None
 
-    async def _try(self, deployment: DSV4Deployment, known: _Watched, pods: Sequence[Manifest]) -> None:
-        at_start, metadata = known.canary, deployment.metadata
+    def _send_when_due(self, known: _Watched) -> None:
+        """Send the next request when it is due, without a reconcile; none while one is sent or no group serves."""
+        if known.timer is not None:
+            known.timer.cancel()
+            known.timer = None
+        if known.task is not None or not known.canary.lives:
+            return
+        wait = known.canary.due - time.monotonic()
+        if wait > 0:
+            known.timer = asyncio.get_running_loop().call_later(wait, self._send_when_due, known)
+        else:
+            known.task = asyncio.create_task(self._try(known))
+
+    async def _try(self, known: _Watched) -> None:
+        deployment, at_start = known.deployment, known.canary
+        metadata = deployment.metadata
         try:
+            pods = list(self._gateways(metadata.namespace, metadata.name))
             async with self._slots:
                 problem = await self._request(deployment, pods)
         except Exception as error:
@@ -134,6 +154,7 @@ class Canaries:
         if known.canary.problem != before:
             _log.info("%s/%s: through its endpoint: %s", metadata.namespace, metadata.name, problem or "answered")
             self._changed(metadata.namespace, metadata.name)
+        self._send_when_due(known)
 
     async def _request(self, deployment: DSV4Deployment, pods: Sequence[Manifest]) -> str | None:
         key = await self._token_key(deployment)

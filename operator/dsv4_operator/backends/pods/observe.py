@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dsv4_operator.builders import names
 from dsv4_operator.builders.member import is_queued, removal_of
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.lifecycle.observed import ObservedMember
+from dsv4_operator.lifecycle.watch import FRESH_SECONDS
 from dsv4_runtime.client import AGENT_ERRORS, SILENCE_SECONDS, AgentClient
 from dsv4_runtime.contract import AgentStatus, Cause, GroupReport
 from dsv4_runtime.contract.recovery import backoff
@@ -32,7 +34,10 @@ _log = logging.getLogger("dsv4")
 _POLL_SECONDS = 0.2
 _CHECK_SECONDS = 1.0
 _WITNESS_SECONDS = 0.4
+_MARGIN_SECONDS = 0.05
+"""The decision that follows at once must see the same silence."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
+_NUMBER = re.compile(r"[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class AgentWatch:
         client: connections.
         incarnation: reports of agents of other incarnations are dropped.
         token_key: returns the deployment's token key; None while there is none.
-        changed: called after a new report.
+        changed: called after a new report, and once a member that has reported is silent.
         """
         self._client = client
         self.incarnation = incarnation
@@ -81,6 +86,8 @@ class AgentWatch:
         self._reports: dict[int, AgentReport] = {}
         self._shortage: tuple[float, BaseException] | None = None
         """Monotonic time and error of the latest request if this process lacked the resources for it."""
+        self._silent: set[int] = set()
+        """Ranks whose silence was reported."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def follow(self, endpoints: Mapping[int, Endpoint]) -> None:
@@ -159,7 +166,9 @@ class AgentWatch:
         polls: dict[int, asyncio.Task[None]] = {}
         try:
             while True:
-                stale = self._stale(unix_time())
+                now = unix_time()
+                stale = self._stale(now)
+                self._report_silence(now)
                 polls = {rank: task for rank, task in polls.items() if not task.done()}
                 for rank in stale:
                     if rank not in polls:
@@ -175,6 +184,14 @@ class AgentWatch:
         headless = head is not None and head.heard < now - SILENCE_SECONDS
         oldest = now - (_WITNESS_SECONDS if headless else SILENCE_SECONDS)
         return [rank for rank in self._endpoints if rank not in self._reports or self._reports[rank].heard < oldest]
+
+    def _report_silence(self, now: float) -> None:
+        """Call `changed` if a member has become silent for decisions: no report says so."""
+        oldest = now - FRESH_SECONDS - _MARGIN_SECONDS
+        silent = {rank for rank in self._endpoints if rank in self._reports and self._reports[rank].heard < oldest}
+        fell_silent, self._silent = silent - self._silent, silent
+        if fell_silent:
+            self._changed()
 
     async def _poll(self, rank: int) -> None:
         """Store the answer of `rank`'s agent, if there is one."""
@@ -206,7 +223,9 @@ class AgentWatch:
 
 
 def _news(status: AgentStatus) -> tuple[object, ...]:
-    return status.phase, status.verdict, status.joined, status.engine, status.progress
+    # Temperatures and rates in warnings change with each report.
+    warnings = tuple(_NUMBER.sub("", one) for one in status.warnings)
+    return status.phase, status.verdict, status.joined, status.engine, status.progress, status.broken, warnings
 
 
 SCHEDULE_SECONDS = 60.0

@@ -274,8 +274,8 @@ BACKENDS = (
     Mutant(
         "numbers of an earlier deployment's pods are used again",
         f"{_OPERATOR}/backends/pods/backend.py",
-        "used_incarnation=self._used_incarnation(key), anomalies=anomalies",
-        "used_incarnation=0, anomalies=anomalies",
+        "        used = self._used_incarnation(key)\n",
+        "        used = 0\n",
         _OWNERSHIP,
     ),
     Mutant(
@@ -449,8 +449,8 @@ BACKENDS = (
     Mutant(
         "several canaries of a deployment at a time",
         f"{_OPERATOR}/backends/pods/gateways.py",
-        "        if lives and known.task is None and now >= known.canary.due:\n",
-        "        if lives and now >= known.canary.due:\n",
+        "        if known.task is not None or not known.canary.lives:\n",
+        "        if not known.canary.lives:\n",
         ("tests/unit/pods/test_canary.py",),
     ),
     Mutant(
@@ -830,5 +830,61 @@ BACKENDS = (
         "            if ended := last(group):\n",
         "            if ended := 0:\n",
         ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
+        "no event reports the silence of a member",
+        f"{_OPERATOR}/backends/pods/observe.py",
+        "        if fell_silent:\n",
+        "        if False:\n",
+        ("tests/unit/pods/test_agents.py",),
+    ),
+    Mutant(
+        "a lasting silence is reported again and again",
+        f"{_OPERATOR}/backends/pods/observe.py",
+        "        if fell_silent:\n",
+        "        if silent:\n",
+        ("tests/unit/pods/test_agents.py",),
+    ),
+    Mutant(
+        "silence is reported before a decision sees it",
+        f"{_OPERATOR}/backends/pods/observe.py",
+        "        oldest = now - FRESH_SECONDS - _MARGIN_SECONDS\n",
+        "        oldest = now - 1.0\n",
+        ("tests/unit/pods/test_agents.py",),
+    ),
+    Mutant(
+        "the next request to an endpoint waits for a reconcile",
+        f"{_OPERATOR}/backends/pods/gateways.py",
+        "            known.timer = asyncio.get_running_loop().call_later(wait, self._send_when_due, known)\n",
+        "            pass\n",
+        ("tests/unit/pods/test_canary.py",),
+    ),
+    Mutant(
+        "requests to an endpoint continue after its deployment",
+        f"{_OPERATOR}/backends/pods/gateways.py",
+        "            known.timer.cancel()\n        if known.task",
+        "            pass\n        if known.task",
+        ("tests/unit/pods/test_canary.py",),
+    ),
+    Mutant(
+        "requests to an endpoint continue while no group serves",
+        f"{_OPERATOR}/backends/pods/gateways.py",
+        "        if known.task is not None or not known.canary.lives:\n",
+        "        if known.task is not None:\n",
+        ("tests/unit/pods/test_canary.py",),
+    ),
+    Mutant(
+        "a change of a cordoned node counts as a cordon",
+        f"{_OPERATOR}/kube/cache.py",
+        "changed=changed, keep=_cordoned, version=_node_name)",
+        "changed=changed, keep=_cordoned)",
+        ("tests/unit/pods/test_moves.py",),
+    ),
+    Mutant(
+        "a new warning of a member waits for the next decision",
+        f"{_OPERATOR}/backends/pods/observe.py",
+        "status.progress, status.broken, warnings\n",
+        "status.progress, status.broken\n",
+        ("tests/unit/pods/test_agents.py",),
     ),
 )

@@ -890,4 +890,11 @@ CONTROL = (
         " or silent or not heard:\n",
         ("tests/unit/lifecycle/test_decide.py",),
     ),
+    Mutant(
+        "a group whose backend reports silence is decided each second",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "            return self.now + QUIET_SECONDS\n",
+        "            return self.now + POLL_SECONDS\n",
+        ("tests/unit/lifecycle/test_decide.py",),
+    ),
 )
