@@ -150,6 +150,8 @@ class Reconciler:
         self._failed = failed or (lambda _part, _failure: None)
         self._progress_interval, self._start_interval = progress_interval, start_interval
         self._next_progress = self._next_start = -math.inf
+        self._save_due: float | None = None
+        """Time of the next save, of a status that needed none at once."""
         self._clock = clock
         self._kept: DeploymentStatus | None = None
         self._saved: DeploymentStatus | None = None
@@ -283,6 +285,8 @@ class Reconciler:
         due = min((*dues, self._backoffs.due(now)), default=now + RESYNC_SECONDS)
         if self._tasks:
             due = min(due, now + AGAIN_SECONDS)
+        if self._save_due is not None:
+            due = min(due, self._save_due)
         return max(0.0, min(due, now + RESYNC_SECONDS) - now)
 
     def _with_results(self, known: DeploymentStatus) -> DeploymentStatus:
@@ -564,7 +568,8 @@ class Reconciler:
         """
         saved = self._saved if self._saved is not None else deployment.status
         self._kept = status
-        if status == saved or self._may_wait(saved, status):
+        self._save_due = None if status == saved else self._may_wait(saved, status)
+        if status == saved or self._save_due is not None:
             self._backoffs.succeeded(_STATUS)
             return True
         if self._backoffs.waits(_STATUS, self._clock()):
@@ -591,16 +596,17 @@ class Reconciler:
             self._record(event)
         return True
 
-    def _may_wait(self, saved: DeploymentStatus, status: DeploymentStatus) -> bool:
-        """Return whether `status` differs from the saved one only in what need not be saved at once.
+    def _may_wait(self, saved: DeploymentStatus, status: DeploymentStatus) -> float | None:
+        """Return the time at which `status` is saved if it differs from the saved one only in what need not be saved
+        at once; else None.
 
         An incarnation is claimed by a save of its own. Until its members serve or fail, an operator that begins from
         the claim finds them by observation.
         """
         now = self._clock()
         if now < self._next_progress and _but_for_progress(status) == _but_for_progress(saved):
-            return True
-        return now < self._next_start and _but_for_start(status) == _but_for_start(saved)
+            return self._next_progress
+        return self._next_start if now < self._next_start and _but_for_start(status) == _but_for_start(saved) else None
 
 
 def _claims(decisions: Sequence[Decision], now: float) -> bool:
