@@ -177,8 +177,14 @@ async def test_a_quota_delays_a_group_with_its_reason_and_uses_no_restart(world:
     await world.kube.create(manifest(world.namespace))
     told = await world.event("ActionFailed")
     assert "exceeded quota: small" in told["note"]
-    progressing = condition(await world.live(), "Progressing")
-    assert (progressing["status"], progressing["reason"]) == ("True", "ActionFailed")
+    # The event is recorded before the status is saved.
+    found = await world.until(
+        "the condition has the reason",
+        lambda found: condition(found, "Progressing").get("reason") == "ActionFailed",
+        seconds=10,
+    )
+    progressing = condition(found, "Progressing")
+    assert progressing["status"] == "True"
     assert "exceeded quota: small" in progressing["message"]
     cluster.kubectl("delete", "resourcequota", "small", "-n", world.namespace)
     found = await world.serving(1)
