@@ -851,15 +851,15 @@ CONTROL = (
     Mutant(
         "each member that appears is written at once",
         f"{_OPERATOR}/controller/reconcile.py",
-        "        return now < self._next_start and",
-        "        return False and",
+        "return self._next_start if now < self._next_start and",
+        "return self._next_start if False and",
         ("tests/unit/controller/test_reconcile.py",),
     ),
     Mutant(
         "members that appear are never written",
         f"{_OPERATOR}/controller/reconcile.py",
-        "        return now < self._next_start and",
-        "        return",
+        "return self._next_start if now < self._next_start and",
+        "return self._next_start if",
         ("tests/unit/controller/test_reconcile.py",),
     ),
     Mutant(
