@@ -53,7 +53,8 @@ from dsv4_runtime.util.files import LOG_FORMATS, format_logs, is_json, log_to, r
 _log = logging.getLogger("dsv4")
 
 LEASE_NAME = "dsv4-operator"
-_WORKERS = 64
+_WORKERS = 16
+"""Reconciles at a time: with 64, requests of 1,000 groups that form wait until they time out, and are repeated."""
 _MIN_INTERVAL_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 15.0
 """Longest backoff of a reconcile that failed as a whole. Its parts have their own backoffs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dsv4_operator.api import ClusterPolicy, DSV4Deployment, Finding, StorageType
@@ -14,7 +14,7 @@ from dsv4_operator.backends.base import BackendError
 from dsv4_operator.backends.pods.ownership import OwnedObjects
 from dsv4_operator.backends.pods.podgroups import POD_GROUPS
 from dsv4_operator.backends.pods.scheduling import Owner, PodRequests, Snapshot, owner_of, pod_requests, readable
-from dsv4_operator.builders import member, names
+from dsv4_operator.builders import member
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import NODES, Client, KubeReader, NodeCache, OwnedCache, PodCache, Resource
 
@@ -189,16 +189,18 @@ class Cluster:
         self.reservations += len(more)
         reserved = self._reserved | dict(more)
         self._reserved = {owner: one for owner, one in reserved.items() if one.until > now}
-        found = ((one.owner, str(one.pod["metadata"]["name"])) for one in self._snapshot.requests if one.owner)
-        seen = {(owner, names.planned_name(name)) for owner, name in found}
-        # A node that a group keeps is not needed twice: its next member follows the present one there.
-        kept = {(one.owner, one.node) for one in self._snapshot.requests if one.owner}
         self._snapshot = self._snapshot.expecting(
-            pod
-            for owner, one in self._reserved.items()
-            for name, pod in one.pods.items()
-            if (owner, name) not in seen and not (one.held_for and (owner, pod.node) in kept)
+            pod for owner, one in self._reserved.items() for pod in self._unseen(owner, one)
         )
+
+    def _unseen(self, owner: Owner, reserved: _Reserved) -> Iterator[PodRequests]:
+        """Yield the pods of a reservation that need room beside the existing pods."""
+        seen = self._snapshot.names_of(owner)
+        # A node that a group keeps is not needed twice: its next member follows the present one there.
+        kept = self._snapshot.nodes_of(owner) if reserved.held_for else frozenset()
+        for name, pod in reserved.pods.items():
+            if name not in seen and pod.node not in kept:
+                yield pod
 
     def _requests_of(self, pods: Iterable[Manifest]) -> tuple[PodRequests, ...]:
         """Return the requests of `pods`, parsed again only for changed ones."""

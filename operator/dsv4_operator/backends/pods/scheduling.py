@@ -53,21 +53,32 @@ class Snapshot:
     def expecting(self, expected: Iterable[PodRequests]) -> Snapshot:
         """Return the same snapshot with other expected pods."""
         changed = Snapshot(self.nodes, self.requests, tuple(expected))
-        # Unchanged, so the computed value is reused.
-        changed.__dict__.update(_listed=self._listed)
+        # Unchanged, so the computed values are reused.
+        changed.__dict__.update(_listed=self._listed, _existing=self._existing)
         return changed
 
     def of(self, owner: Owner) -> Sequence[Manifest]:
         """Return the members of one group, including expected ones."""
-        return [one.pod for one in self._members.get(owner, ())]
+        return [one.pod for one in self._members(owner)]
+
+    def names_of(self, owner: Owner) -> frozenset[str]:
+        """Return the names of the existing members of one group, as planned."""
+        return frozenset(names.planned_name(str(one.pod["metadata"]["name"])) for one in self._existing.get(owner, ()))
+
+    def nodes_of(self, owner: Owner) -> frozenset[str]:
+        """Return the nodes of the existing members of one group."""
+        return frozenset(one.node for one in self._existing.get(owner, ()))
+
+    def _members(self, owner: Owner) -> Sequence[PodRequests]:
+        return (*self._existing.get(owner, ()), *self._coming.get(owner, ()))
 
     @cached_property
-    def _members(self) -> Mapping[Owner, Sequence[PodRequests]]:
-        found: dict[Owner, list[PodRequests]] = defaultdict(list)
-        for one in (*self.requests, *self.expected):
-            if one.owner is not None:
-                found[one.owner].append(one)
-        return dict(found)
+    def _existing(self) -> Mapping[Owner, Sequence[PodRequests]]:
+        return _by_owner(self.requests)
+
+    @cached_property
+    def _coming(self) -> Mapping[Owner, Sequence[PodRequests]]:
+        return _by_owner(self.expected)
 
     @cached_property
     def _listed(self) -> Mapping[str, NodeCapacity]:
@@ -90,7 +101,7 @@ class Snapshot:
         These end before new ones are created. The caller owns the list and may reserve on it.
         """
         found = {name: node.copy() for name, node in self._left.items()}
-        for one in self._members.get(owner, ()):
+        for one in self._members(owner):
             if one.node in found:
                 found[one.node].release(one)
         return list(found.values())
@@ -216,6 +227,14 @@ def owner_of(pod: Manifest) -> Owner:
     metadata = pod["metadata"]
     deployment, group = (str(metadata["labels"].get(key, "")) for key in _GROUP_KEY)
     return str(metadata["namespace"]), deployment, group, str(names.owner_uid(pod) or "")
+
+
+def _by_owner(pods: Iterable[PodRequests]) -> Mapping[Owner, Sequence[PodRequests]]:
+    found: dict[Owner, list[PodRequests]] = defaultdict(list)
+    for one in pods:
+        if one.owner is not None:
+            found[one.owner].append(one)
+    return dict(found)
 
 
 def _with_reserved(nodes: dict[str, NodeCapacity], pods: Iterable[PodRequests]) -> dict[str, NodeCapacity]:
