@@ -635,12 +635,13 @@ async def test_a_deployment_that_is_created_again_at_once_has_credentials_of_its
     await world.backend.release(world.namespace, NAME)
     seen = await world.backend.observe(world.deployment, 0)
     assert seen.members == ()
-    deadline = time.monotonic() + 60
+    number, deadline = 0, time.monotonic() + 60
     while True:
         try:
-            taken = (await world.backend.observe(world.deployment, 0)).used_incarnation
+            # As in a status, a number that was claimed stays claimed when the objects with it are gone.
+            number = max(number, (await world.backend.observe(world.deployment, 0)).used_incarnation + 1)
             plan = plan_group(
-                world.deployment, await world.backend.facts(world.deployment), group=0, incarnation=taken + 1
+                world.deployment, await world.backend.facts(world.deployment), group=0, incarnation=number
             )
             await world.backend.ensure(world.deployment, plan)
             await world.backend.ensure_frontend(world.deployment, _NEW)
