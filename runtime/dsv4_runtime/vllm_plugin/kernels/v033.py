@@ -48,7 +48,7 @@ QUANTIZATION_MODULES = (
     "vllm.model_executor.layers.quantization.modelopt",
     "vllm.model_executor.layers.quantization.quark.quark",
 )
-"""Modules that the API server imports for its configuration and a worker for the model (3 s on an H200)."""
+"""Modules that the API server imports for its configuration and a worker for the model."""
 WORKER_MODULES = (
     _WORKER,
     MODEL_RUNNER,
