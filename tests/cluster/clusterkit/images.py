@@ -119,7 +119,14 @@ def over_vllm() -> Iterator[Callable[..., str]]:
         container = _buildah("from", "--pull-never", image).strip()
         try:
             volumes = [f"--volume={path}:{path}:ro" for path in mounted]
-            yield lambda *command: _buildah("run", *volumes, container, "--", *command)
+            output = Path(_buildah("mount", container).strip()) / "tmp/output"
+
+            def inside(*command: str) -> str:
+                # `buildah run` with chroot isolation may end before it has copied the standard output.
+                _buildah("run", *volumes, container, "--", "sh", "-c", '"$@" > /tmp/output', "sh", *command)
+                return output.read_text()
+
+            yield inside
         finally:
             _buildah("rm", container)
 
