@@ -12,7 +12,7 @@ import collections
 import functools
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import cast
 from urllib.parse import urlsplit
@@ -108,6 +108,16 @@ class Message:
             self._waiter = None
 
     @property
+    def is_broken(self) -> bool:
+        """Return whether the rest of the message cannot be received."""
+        return self._broken is not None
+
+    @property
+    def has_data(self) -> bool:
+        """Return whether a part of the body is buffered."""
+        return bool(self._parts)
+
+    @property
     def is_full(self) -> bool:
         """Return whether the buffered part of the body exceeds its limit."""
         return self._waiting > MAX_WAITING_BYTES
@@ -195,6 +205,8 @@ class UpstreamResponse(Message):
         self._last_body, self._place = connection.last_body, connection.place
         self._computed = computed
         self.status = 0
+        self.continued = False
+        """Whether vLLM asked for the body (status 100)."""
         self.reusable = False
         """Whether the connection can be reused after the response is complete."""
         self._to_head = to_head
@@ -239,6 +251,9 @@ class UpstreamResponse(Message):
         status = self._parser.get_status_code()
         if status < 200:
             self.headers.clear()
+            if status == 100:
+                self.continued = True
+                self.wake()
             return
         self.status = status
         framed = {name for name, _, _ in self.headers} & {b"content-length", b"transfer-encoding"}
@@ -298,38 +313,80 @@ class _EngineConnection(BaseConnection, asyncio.Protocol):
         if self.transport is None:
             self.answer.closed(None)
         else:
-            for piece in filter(len, request):
-                self.transport.write(piece)
+            self.write(request)
         return self.answer
+
+    def write(self, pieces: Sequence[BodyPiece]) -> None:
+        if self.transport is not None:
+            for piece in filter(len, pieces):
+                self.transport.write(piece)
 
 
 class UpstreamRequest:
     """Request that is sent by `async with`, which returns the response after its head and releases the connection."""
 
     def __init__(
-        self, upstream: Upstream, place: _Address, request: Sequence[BodyPiece], *, to_head: bool, computed: bool
+        self,
+        upstream: Upstream,
+        place: _Address,
+        request: Sequence[BodyPiece],
+        admitted: Callable[[], None] | None,
+        *,
+        to_head: bool,
+        computed: bool,
     ) -> None:
         self._upstream, self._place = upstream, place
-        self._request, self._to_head, self._computed = request, to_head, computed
+        self._request, self._admitted, self._to_head, self._computed = request, admitted, to_head, computed
         self._connection: _EngineConnection | None = None
+        self._withheld = admitted is not None
+        """Whether the body was not sent, so no other request can follow on the connection."""
 
     async def __aenter__(self) -> UpstreamResponse:
         self._connection = await self._upstream.connection(self._place)
+        (head, *body), admitted = self._request, self._admitted
+        self._request = ()
         try:
-            answer = self._connection.send(self._request, to_head=self._to_head, computed=self._computed)
-            self._request = ()
+            first = (head, *body) if admitted is None else (head,)
+            answer = self._connection.send(first, to_head=self._to_head, computed=self._computed)
+            if admitted is not None:
+                try:
+                    while not (answer.continued or answer.status):
+                        await answer.wait_for_data()
+                except BrokenMessageError as error:
+                    raise UnreachableError(str(error)) from error
+                if answer.continued:
+                    admitted()
+                    self._connection.write(body)
+                    self._withheld = False
             while not answer.status:
                 await answer.wait_for_data()
-        except BaseException:
-            self._connection.abort()
+        except BaseException as error:
+            if not self._outlives(error):
+                self.close()
             raise
         return answer
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._connection is not None:
-            self._upstream.release(self._connection)
+        if not self._outlives(error):
+            self.close()
+
+    def _outlives(self, error: BaseException | None) -> bool:
+        return self._admitted is not None and isinstance(error, asyncio.CancelledError)
+
+    @property
+    def answer(self) -> UpstreamResponse | None:
+        """Return the response of a request that is open."""
+        return self._connection.answer if self._connection is not None else None
+
+    def close(self) -> None:
+        """Release the connection. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            if self._withheld:
+                connection.abort()
+            self._upstream.release(connection)
 
 
 class Upstream:
@@ -342,7 +399,13 @@ class Upstream:
         """Monotonic time of the last received body part of a 200 response to a path in `GENERATING`."""
 
     def request(
-        self, api: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: Sequence[BodyPiece] = ()
+        self,
+        api: str,
+        method: str,
+        target: str,
+        headers: Iterable[tuple[bytes, bytes]],
+        body: Sequence[BodyPiece] = (),
+        admitted: Callable[[], None] | None = None,
     ) -> UpstreamRequest:
         """Prepare a request; it is sent by entering the result.
 
@@ -351,20 +414,24 @@ class Upstream:
             target: path and query as sent.
             headers: headers without `Host` and without framing.
             body: parts of the body in order.
+            admitted: if given, the body is sent only when vLLM asks for it (`Expect: 100-continue`, RFC 9110, 10.1.1),
+                after a call of this function, and if the task is cancelled, the request stays open until `close`.
 
         Entering raises:
-            UnreachableError: no connection could be established in time.
+            UnreachableError: no connection could be established in time, or it broke before vLLM asked for the body.
             BrokenMessageError: the connection broke before the head of the response was received.
         """
         netloc, place = _endpoint(api)
         size = sum(map(len, body))
         framing = [(b"Content-Length", b"%d" % size)] if size or method not in _USUALLY_EMPTY else []
+        if admitted is not None:
+            framing.append((b"Expect", b"100-continue"))
         first = f"{method} {target} HTTP/1.1\r\nHost: {netloc}".encode("latin-1")
         request: tuple[BodyPiece, ...] = encode_head(first, [*headers, *framing]), *body
-        if size < _MAX_JOINED_BYTES:
+        if size < _MAX_JOINED_BYTES and admitted is None:
             request = (b"".join(request),)
         computed = target.partition("?")[0] in GENERATING
-        return UpstreamRequest(self, place, request, to_head=method == "HEAD", computed=computed)
+        return UpstreamRequest(self, place, request, admitted, to_head=method == "HEAD", computed=computed)
 
     def last_body(self, api: str) -> float:
         """Return the monotonic time of the last body part of a 200 response that the engine at `api` computed; 0 if

@@ -43,9 +43,9 @@ from dsv4_runtime.gateway.exchange import Deadline, Exchange, logged_path
 from dsv4_runtime.gateway.http_client import (
     GENERATING,
     BrokenMessageError,
-    Headers,
     UnreachableError,
     Upstream,
+    UpstreamRequest,
     UpstreamResponse,
     encode_headers,
 )
@@ -341,10 +341,10 @@ class Proxy:
             trial = self.suspects.begin(exchange, group)
         finally:
             self.suspects.stop_waiting(exchange)
+        attempt = TrialAttempt(self._trials, trial, group, generation)
         try:
-            attempt = TrialAttempt(self._trials, trial, group, generation)
             async with EngineWait(generation, exchange.id):
-                with contextlib.closing(attempt):
+                with attempt:
                     async with _keep_alive_comments(exchange):
                         await attempt.wait_until_free()
                     while True:
@@ -360,7 +360,7 @@ class Proxy:
                 await self._trials.wait_for_report(group, generation)
             return await self._handle_loss(exchange, group, generation, error)
         finally:
-            self.suspects.end(trial)
+            attempt.end()
 
     async def _engine(
         self, exchange: Exchange, admits: Callable[[RoutedGroup], bool] | None = None
@@ -442,8 +442,12 @@ class Proxy:
             elif self.suspects.has_trial(group):
                 own += self._trials.headers(Kind.SHARED)
             headers = exchange.headers(own, keep_key=self._keep_key)
-            with self._record_exposure(exchange, generation, trial):
-                await self._send(exchange, group, generation, path, headers, body)
+            with self._record_exposure(exchange, generation, trial) as admitted:
+                method = exchange.request.method
+                request = self.upstream.request(group.api, method, path, headers, body, admitted)
+                if trial is not None:
+                    trial.request = request
+                await self._send(exchange, group, generation, request)
         except TurnRefusedError:
             exchange.sent_upstream, exchange.turn_refused = before, True
             raise
@@ -457,24 +461,37 @@ class Proxy:
     @contextlib.contextmanager
     def _record_exposure(
         self, exchange: Exchange, generation: EngineGeneration, trial: TrialAttempt | None
-    ) -> Iterator[None]:
-        """Record within the block that this engine generation has the request."""
-        now = time.monotonic()
-        exchange.exposure = exposure = generation.exposures.enter(
-            exchange.digest, exchange.id, len(exchange.body), now, exchange.kinds
-        )
-        if trial is not None:
-            trial.sent(exposure)
+    ) -> Iterator[Callable[[], None] | None]:
+        """Record within the block that this engine generation has the request.
+
+        A trial is recorded when the yielded function is called: vLLM's API process may reject it because of another
+        gateway's request, and if the engine dies of that one, the trial was not in it. It stays recorded when its
+        client leaves.
+        """
+        exchange.exposure = None
+
+        def record() -> None:
+            now, size = time.monotonic(), len(exchange.body)
+            exchange.exposure = generation.exposures.enter(exchange.digest, exchange.id, size, now, exchange.kinds)
+            if trial is not None:
+                trial.sent(exchange.exposure)
+
+        if trial is None:
+            record()
         try:
-            yield
+            yield None if trial is None else record
         except (UnreachableError, TurnRefusedError):
-            generation.exposures.end(exposure)
+            if exchange.exposure is not None:
+                generation.exposures.end(exchange.exposure)
             raise
         except BaseException as error:
             broken = isinstance(error, (BrokenMessageError, EngineLostError))
-            generation.exposures.leave(exposure, time.monotonic(), broken=broken)
+            continues = trial is not None and trial.exclusive and isinstance(error, asyncio.CancelledError)
+            if exchange.exposure is not None and not continues:
+                generation.exposures.leave(exchange.exposure, time.monotonic(), broken=broken)
             raise
-        generation.exposures.end(exposure)
+        if exchange.exposure is not None:
+            generation.exposures.end(exchange.exposure)
 
     def _record_computed(self, exchange: Exchange, generation: EngineGeneration, status: int) -> None:
         """Record that the engine has computed the whole response, even if the client is still reading."""
@@ -492,11 +509,9 @@ class Proxy:
         exchange: Exchange,
         group: RoutedGroup,
         generation: EngineGeneration,
-        path: str,
-        headers: Headers,
-        body: Pieces,
+        request: UpstreamRequest,
     ) -> None:
-        async with self.upstream.request(group.api, exchange.request.method, path, headers, body) as upstream:
+        async with request as upstream:
             if upstream.status == 503 and (reason := upstream.header(_TURN)):
                 raise TurnRefusedError(token_auth.refusal_reason(reason))
             if upstream.status >= 500 and not await group.engine.survives(generation, _VERDICT_SECONDS):

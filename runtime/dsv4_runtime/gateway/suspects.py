@@ -16,8 +16,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
@@ -25,7 +26,7 @@ from dsv4_runtime.engine import completion, token_auth
 from dsv4_runtime.engine.token_auth import Kind, Refused
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.errors import RefusedError
-from dsv4_runtime.gateway.http_client import Headers, Upstream, encode_headers
+from dsv4_runtime.gateway.http_client import Headers, Upstream, UpstreamRequest, encode_headers
 from dsv4_runtime.gateway.kinds import PLAIN, FatalKinds, Kinds
 from dsv4_runtime.gateway.routing import SETTLE_SECONDS, EngineGeneration, Exposure, Exposures, RoutedGroup
 
@@ -310,6 +311,7 @@ PROBE_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 TURN_SECONDS = 0.25
 """Interval of attempts while another request has exclusive use."""
+_RELEASE_SECONDS = 5.0
 _REPORT_SECONDS = 30.0
 """Time that a trial with a broken connection waits for the agent's report of the death."""
 
@@ -328,7 +330,15 @@ class TrialAttempt:
     def __init__(self, trials: Trials, trial: Trial, group: RoutedGroup, generation: EngineGeneration) -> None:
         self._trials, self._trial, self._group, self._generation = trials, trial, group, generation
         self._kind = Kind.ALONE
+        self.request: UpstreamRequest | None = None
+        """The latest request to vLLM."""
+        self._exposure: Exposure | None = None
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def exclusive(self) -> bool:
+        """Return whether exclusive use of the engine is requested."""
+        return self._kind is Kind.ALONE
 
     def headers(self) -> Headers:
         """Return the headers that request exclusive use of the engine."""
@@ -380,16 +390,69 @@ class TrialAttempt:
         self._trials.suspects.end(self._trial)
 
     def sent(self, exposure: Exposure) -> None:
-        """Record that the request is being sent."""
-        if self._kind is Kind.ALONE:
+        """Record that vLLM's API process has admitted the request."""
+        if self.exclusive:
             exposure.alone = exposure.trial = True
-            self.close()
+            self._exposure = exposure
+            self._stop_watch()
             self._watch = asyncio.create_task(self._end_with_proof(exposure))
 
-    def close(self) -> None:
-        """Stop the background task."""
+    def __enter__(self) -> None:
+        """Enter the exchange with the engine."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, asyncio.CancelledError):
+            self._stop_watch()
+
+    def _stop_watch(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+
+    def end(self) -> None:
+        """End the trial. If its client left, it continues until its proof: a client that returns would otherwise leave
+        each trial before its proof, and a request of another gateway could enter the engine unnoticed.
+        """
+        exposure = self._exposure
+        if exposure is not None and exposure.left is None and exposure in self._generation.exposures:
+            self._trials.spawn(self._continue(exposure))
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._stop_watch()
+        if self.request is not None:
+            self.request.close()
+        self._trials.suspects.end(self._trial)
+
+    async def _continue(self, exposure: Exposure) -> None:
+        """Read the response without a client."""
+        generation, watch, broken = self._generation, self._watch, False
+        answer = self.request.answer if self.request is not None else None
+        try:
+            async with asyncio.timeout(_MAX_TRIAL_SECONDS):
+                while answer is not None and watch is not None and not (watch.done() or generation.over):
+                    if answer.status == 200 and answer.has_data:
+                        exposure.progress()
+                    if answer.complete:
+                        generation.exposures.end(exposure)
+                        if answer.status < 400:
+                            self._trials.suspects.answered(exposure.digest)
+                        break
+                    if answer.is_broken:
+                        broken = True
+                        generation.exposures.leave(exposure, time.monotonic(), broken=True)
+                        await self._trials.wait_for_report(self._group, generation)
+                        break
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            _log.warning("engine %s: a trial had no proof within %g s", generation.name, _MAX_TRIAL_SECONDS)
+        finally:
+            generation.exposures.leave(exposure, time.monotonic(), broken=broken)
+            # Other requests may enter the engine from here on.
+            exposure.alone = False
+            self._finish()
 
     async def _end_with_proof(self, exposure: Exposure) -> None:
         """End the exclusive use once the engine has produced output with the request in it."""
@@ -405,10 +468,16 @@ class TrialAttempt:
             if probe is not None:
                 probe.cancel()
         await asyncio.sleep(self._trial.record.trial_seconds - (time.monotonic() - exposure.sent))
-        # In this order: other requests may enter the engine from here on.
+        # In this order: other requests may enter the engine from the release on, and it must not reach the next trial.
         exposure.alone = False
-        self._trials.suspects.end(self._trial)
-        await self._trials.release(self._group)
+        try:
+            async with asyncio.timeout(_RELEASE_SECONDS):
+                if not self._generation.over:
+                    await self._trials.release(self._group)
+        except TimeoutError:
+            _log.warning("engine %s: no response to a release within %g s", self._generation.name, _RELEASE_SECONDS)
+        finally:
+            self._trials.suspects.end(self._trial)
 
 
 class Trials:
@@ -418,6 +487,13 @@ class Trials:
         self.suspects = suspects
         self._upstream, self._model = upstream, model
         self._owner = secrets.token_hex(8)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run in the background."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def headers(self, kind: Kind) -> Headers:
         """Return the header with the kind of the request."""

@@ -205,6 +205,9 @@ class Engine:
         try:
             if ticket.kind is token_auth.Kind.RELEASE:
                 return web.json_response({})
+            if "Expect" in request.headers and request.transport is not None:
+                # As uvicorn does when vLLM begins to read the body.
+                request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             answer = await self.take(request)
             status = answer.status
             return answer

@@ -64,8 +64,9 @@ class World:
         generation, poison = self.engine.generation, self._poisons.get(body["prompt"])
         if poison is not None:
             await asyncio.sleep(poison.after)
-            self._hung.set()
-            self.engine.spawn(self.die(generation, poison.hang))
+            if self.engine.alive and self.engine.generation == generation:
+                self._hung.set()
+                self.engine.spawn(self.die(generation, poison.hang))
             await asyncio.sleep(600)
         end = asyncio.get_running_loop().time() + body.get("seconds", 0.0)
         stream = None

@@ -15,9 +15,11 @@ from dsv4_operator.cli.diagnostics import fatal_requests
 from dsv4_operator.cli.sources.base import ServiceAccess
 from dsv4_runtime.contract import AgentStatus
 from dsv4_runtime.contract.gateway import FatalRequests
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway import proxy, suspects
 from dsv4_runtime.gateway.errors import RefusedError
 from dsv4_runtime.gateway.routing import EngineView, Exposures
+from dsv4_testkit.waiting import until
 
 COMPLETIONS = "/v1/completions"
 ASK = {"model": "nano", "prompt": "Once", "max_tokens": 5}
@@ -197,6 +199,53 @@ async def test_two_gateways_refuse_no_harmless_request(kit):
         innocent = asyncio.ensure_future(first.post(COMPLETIONS, ASK))
         poison = await second.post(COMPLETIONS, POISON)
         assert (poison[0], (await innocent)[0]) == (422, 200)
+
+
+class Deadly:
+    """Script of an engine that dies of an innocent request twice by chance, and of each poison."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    async def __call__(self, request, body):
+        if body["prompt"] == POISON["prompt"] or (body["prompt"] == ASK["prompt"] and self._engine.generation < 3):
+            await asyncio.sleep(0.05)
+            await self._engine.die(0.05)
+            await asyncio.sleep(600)
+        if body["prompt"] == ASK["prompt"] and self._engine.generation == 3:
+            await asyncio.sleep(600)
+
+
+async def test_a_trial_that_vllm_has_not_admitted_is_not_in_an_engine_that_dies(kit):
+    """The engine dies of another gateway's request before vLLM's API process rejects the trial."""
+
+    class Late(kit.Engine):
+        async def handle(self, request):
+            turn = request.headers.get(token_auth.TURN_HEADER, "")
+            if turn.endswith(token_auth.Kind.ALONE) and self.generation == 3:
+                await self.die(0.1)
+                await asyncio.sleep(0.05)
+                return web.Response(status=503, headers={token_auth.TURN_HEADER: token_auth.Refused.TAKEN})
+            return await super().handle(request)
+
+    async with kit.Lab(engine=Late()) as lab:
+        lab.engine.script = Deadly(lab.engine)
+        assert (await lab.post(COMPLETIONS, ASK))[0] == 200
+        assert lab.engine.generation == 4
+        assert lab.gateway._proxy.suspects.found.requests == ()
+
+
+async def test_a_trial_whose_client_left_excludes_others_until_its_proof(kit):
+    engine = kit.Engine()
+    async with kit.Lab(engine=engine) as first, kit.Lab(engine=engine) as second:
+        engine.script = Deadly(engine)
+        asked = asyncio.ensure_future(first.post(COMPLETIONS, ASK))
+        await until(lambda: [body["prompt"] for _, body, _ in engine.requests].count(ASK["prompt"]) == 3)
+        asked.cancel()
+        poison = asyncio.ensure_future(second.post(COMPLETIONS, POISON))
+        assert (await first.post(COMPLETIONS, ASK))[0] == 200
+        assert (await poison)[0] == 422
+        assert [len(lab.gateway._proxy.suspects.found.requests) for lab in (first, second)] == [0, 1]
 
 
 async def test_a_planned_end_creates_no_suspects(kit):

@@ -8,7 +8,9 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+import uvicorn
 
+from dsv4_runtime.engine import token_auth
 from dsv4_runtime.gateway import http_client
 from dsv4_runtime.gateway.http_client import BrokenMessageError, UnreachableError, Upstream
 from dsv4_testkit.waiting import until
@@ -212,3 +214,75 @@ async def test_unread_bytes_are_not_buffered():
         assert len(await given.read()) == size
     server.close()
     await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+async def test_the_body_of_a_trial_is_sent_when_vllms_port_has_admitted_it(tmp_path, monkeypatch, http):
+    """uvicorn as in vLLM, with the middleware of `engine.token_auth`."""
+    (tmp_path / "token").write_text("c0ffee")
+    monkeypatch.setenv(token_auth.TOKEN_VARIABLE, str(tmp_path / "token"))
+    bodies, go = [], asyncio.Event()
+
+    async def app(scope, receive, send):
+        if scope["path"] != "/without-body":
+            bodies.append((await receive())["body"])
+            await go.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    config = uvicorn.Config(token_auth.TokenAuth(app), http=http, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    api, events = f"http://127.0.0.1:{listener.getsockname()[1]}", []
+
+    async def send(client, owner, path="/v1/completions"):
+        headers = [
+            (token_auth.HEADER.encode(), b"c0ffee"),
+            (token_auth.TURN_HEADER.encode(), token_auth.turn_header(owner, token_auth.Kind.ALONE).encode()),
+        ]
+        async with client.request(api, "POST", path, headers, (b"body",), lambda: events.append(owner)) as given:
+            return given.status, await given.read()
+
+    async with asyncio.timeout(SECONDS), asking() as client:
+        first = asyncio.ensure_future(send(client, "a"))
+        await until(lambda: bodies == [b"body"])
+        assert events == ["a"]
+        assert await send(client, "b") == (503, b"")
+        assert (events, bodies) == (["a"], [b"body"])
+        go.set()
+        assert await first == (200, b"ok")
+        assert await send(client, "b", "/without-body") == (200, b"ok")
+        assert await send(client, "b") == (200, b"ok")
+        assert (events, bodies) == (["a", "b"], [b"body"] * 2)
+        server.should_exit = True
+        await serving
+
+
+async def test_a_cancelled_request_stays_open_and_its_connection_is_not_used_again_without_its_body():
+    answer = OK + b"Content-Length: 3\r\n\r\nabc"
+    async with scripted(answer) as (server, api), asking() as client:
+        request = client.request(api, "POST", "/x", [], (b"body",), lambda: None)
+        sending = asyncio.ensure_future(request.__aenter__())
+        while request.answer is None:
+            await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        found = request.answer
+        assert found is not None
+        await until(lambda: found.complete)
+        request.close()
+        async with client.request(api, "GET", "/y", []) as given:
+            assert await given.read() == b"abc"
+    assert len(server.handlers) == 2
+
+
+async def test_a_connection_that_breaks_before_vllm_asks_for_the_body_was_no_request():
+    async with scripted(b"", closes=True) as (server, api), asking() as client:
+        with pytest.raises(UnreachableError, match="without an answer"):
+            async with client.request(api, "POST", "/x", [], (b"body",), lambda: None):
+                pass
+    assert server.asked == [
+        b"POST /x HTTP/1.1\r\nHost: " + api[7:].encode() + b"\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
+    ]
