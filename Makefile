@@ -88,6 +88,7 @@ cluster-test: $(VENV)/.ready ## Run the cluster ring of the tests with its long 
 
 .PHONY: release-check
 release-check: test ## Before a release: all tests with the long ones, and the mutants (hours)
+	@$(BIN)/python -m pytest -q -m long tests/kernels
 	@$(BIN)/python -m pytest -q -m long tests/engine
 	@$(BIN)/python -m pytest -q -m long tests/cluster
 	@$(BIN)/python tests/mutants.py

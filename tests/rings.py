@@ -110,8 +110,15 @@ RINGS = (
     ),
     # In one process, so that one process imports vLLM for all tests that need a fork of it.
     Ring("code", CODE, nothing, 5, options=("--timeout=1800",), computes=True),
-    Ring("kernels", ("kernels",), lambda: modules("torch", "triton"), 4, options=("-n", "2"), computes=True),
-    # `make engine-test` and `make cluster-test` also run the tests marked `long`.
+    Ring(
+        "kernels",
+        ("kernels",),
+        lambda: modules("torch", "triton"),
+        4,
+        options=("-n", "2", "-m", "not long"),
+        computes=True,
+    ),
+    # `make engine-test`, `make cluster-test` and `make release-check` also run the tests marked `long`.
     Ring("engine", ("engine",), engine, 15, options=("-m", "not long")),
     # Tests wait most of the time for the control plane.
     Ring("cluster", ("cluster",), cluster, 10, options=("-n", "2", "-m", "not long")),
