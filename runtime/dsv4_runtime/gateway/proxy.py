@@ -128,8 +128,6 @@ FOLLOWED = frozenset({COMPLETIONS, CHAT})
 """Paths whose streams begin with the first output of the engine."""
 _TURN = token_auth.TURN_HEADER.lower().encode()
 _PORT_REFUSED = "vLLM's port did not take the gateway's token"
-_VERDICT_SECONDS = 2.0
-"""Limit for vLLM's `/health` to decide whether a 5xx was caused by the engine's death."""
 
 
 class Proxy:
@@ -355,9 +353,8 @@ class Proxy:
                         else:
                             return True
         except EngineLostError as error:
-            if not generation.over and not await group.engine.survives(generation, _VERDICT_SECONDS):
-                # Keep the trial until the agent's report: another request would invalidate the proof.
-                await self._trials.wait_for_report(group, generation)
+            # Keep the trial until the agent's report: another request would invalidate the proof.
+            await self._trials.wait_for_report(group, generation)
             return await self._handle_loss(exchange, group, generation, error)
         finally:
             attempt.end()
@@ -395,7 +392,7 @@ class Proxy:
             exchange.outcome = Outcome.OK
             await exchange.request.end()
             return True
-        died = generation.over or not await group.engine.survives(generation, _VERDICT_SECONDS)
+        died = generation.over or not await group.engine.survives(generation)
         transcript = exchange.transcript
         if exchange.request.begun and transcript is not None and transcript.finished:
             await exchange.write(transcript.ending())
@@ -514,7 +511,7 @@ class Proxy:
         async with request as upstream:
             if upstream.status == 503 and (reason := upstream.header(_TURN)):
                 raise TurnRefusedError(token_auth.refusal_reason(reason))
-            if upstream.status >= 500 and not await group.engine.survives(generation, _VERDICT_SECONDS):
+            if upstream.status >= 500 and not await group.engine.survives(generation):
                 raise EngineLostError(f"vLLM answered {upstream.status} and is not healthy")
             if upstream.status == 200 and _is_stream(upstream):
                 await self._stream(exchange, upstream, group.engine, generation)
@@ -592,7 +589,7 @@ class Proxy:
                 if is_error_event(event, payload):
                     await _deliver(exchange, out)
                     out = []
-                    if not await engine.survives(generation, _VERDICT_SECONDS):
+                    if not await engine.survives(generation):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
                     outcome = Outcome.ENGINE_ERROR
                 elif payload[:1] == b"{" and exchange.path in FOLLOWED and exchange.exposure is not None:

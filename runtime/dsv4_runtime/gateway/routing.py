@@ -84,6 +84,8 @@ SETTLE_SECONDS = 1.0
 """Time after which vLLM has noticed a disconnected client: output for a request sent later proves that the engine
 dropped the abandoned one."""
 _MAX_ABANDONED = 4096
+_VERDICT_SECONDS = 2.0
+"""Limit for vLLM's `/health` to decide whether a failure was caused by the engine's death."""
 
 
 class Availability(StrEnum):
@@ -366,11 +368,11 @@ class EngineView:
         """Return the generation that accepts new requests, else None."""
         return self._generation if self.state is Availability.HEALTHY else None
 
-    async def survives(self, generation: EngineGeneration, seconds: float) -> bool:
-        """Return whether vLLM is confirmed alive, in the same generation, within `seconds` of a failure."""
+    async def survives(self, generation: EngineGeneration) -> bool:
+        """Return whether vLLM is confirmed alive, in the same generation, soon after a failure."""
         self.report_failure(generation)
         try:
-            async with asyncio.timeout(seconds if self.given_up is None else 0.0):
+            async with asyncio.timeout(_VERDICT_SECONDS if self.given_up is None else 0.0):
                 await self._confirmed.wait()
         except TimeoutError:
             return False

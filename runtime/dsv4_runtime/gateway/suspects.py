@@ -428,28 +428,25 @@ class TrialAttempt:
 
     async def _continue(self, exposure: Exposure) -> None:
         """Read the response without a client."""
-        generation, watch, broken = self._generation, self._watch, False
+        generation, watch = self._generation, self._watch
         answer = self.request.answer if self.request is not None else None
         try:
             async with asyncio.timeout(_MAX_TRIAL_SECONDS):
                 while answer is not None and watch is not None and not (watch.done() or generation.over):
                     if answer.status == 200 and answer.has_data:
                         exposure.progress()
-                    if answer.complete:
-                        generation.exposures.end(exposure)
-                        if answer.status < 400:
-                            self._trials.suspects.answered(exposure.digest)
-                        break
-                    if answer.is_broken:
-                        broken = True
-                        generation.exposures.leave(exposure, time.monotonic(), broken=True)
-                        await self._trials.wait_for_report(self._group, generation)
+                    if answer.complete or answer.is_broken:
+                        exposure.broken = answer.is_broken
+                        # A complete response may be the error of a dead engine.
+                        died = await self._trials.wait_for_report(self._group, generation)
+                        if answer.complete and not died:
+                            generation.exposures.end(exposure)
                         break
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             _log.warning("engine %s: a trial had no proof within %g s", generation.name, _MAX_TRIAL_SECONDS)
         finally:
-            generation.exposures.leave(exposure, time.monotonic(), broken=broken)
+            generation.exposures.leave(exposure, time.monotonic(), broken=exposure.broken)
             # Other requests may enter the engine from here on.
             exposure.alone = False
             self._finish()
@@ -499,12 +496,18 @@ class Trials:
         """Return the header with the kind of the request."""
         return encode_headers({token_auth.TURN_HEADER: token_auth.turn_header(self._owner, kind)})
 
-    async def wait_for_report(self, group: RoutedGroup, generation: EngineGeneration) -> None:
-        """Wait until the agent reports the state of a generation whose request lost its connection."""
+    async def wait_for_report(self, group: RoutedGroup, generation: EngineGeneration) -> bool:
+        """Wait until a generation whose request lost its connection is confirmed alive or the agent reports its state.
+
+        Return whether it was not confirmed alive.
+        """
+        if generation.over or await group.engine.survives(generation):
+            return generation.over
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
                 while not generation.over and group.engine.present is not generation:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_SECONDS)
+        return True
 
     async def probe(self, group: RoutedGroup, generation: EngineGeneration) -> bool:
         """Complete one token; return whether that succeeded in a confirmed generation."""

@@ -248,6 +248,42 @@ async def test_a_trial_whose_client_left_excludes_others_until_its_proof(kit):
         assert [len(lab.gateway._proxy.suspects.found.requests) for lab in (first, second)] == [0, 1]
 
 
+@pytest.mark.parametrize("end", ["reset", "status", "event", "silence"])
+async def test_an_engine_that_dies_of_a_trial_whose_client_left_convicts_it(kit, end):
+    async with kit.Lab() as lab:
+
+        async def script(request, body):
+            if body["prompt"] != POISON["prompt"]:
+                return None
+            response = None
+            if end == "event":
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+            await asyncio.sleep(0.4)
+            await lab.engine.die(0.1)
+            if response is not None:
+                await response.write(b'data: {"error":{"message":"EngineCore died","code":500}}\n\ndata: [DONE]\n\n')
+            elif end == "status":
+                return web.Response(status=500, text='{"error":{"message":"EngineCore died"}}')
+            elif end == "reset":
+                request.transport.abort()
+            else:
+                await asyncio.sleep(600)
+            return response or web.Response()
+
+        lab.engine.script = script
+        poison = {**POISON, "stream": end == "event"}
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, poison))
+        await until(lambda: lab.engine.generation == 3 and len(lab.engine.requests) >= 3)
+        await asyncio.sleep(0.1)
+        asked.cancel()
+        await until(lambda: lab.engine.generation == 4)
+        status, body = await lab.post(COMPLETIONS, poison)
+        assert lab.engine.generation == 4
+        assert (status, json.loads(body)["error"]["code"]) == (422, "engine_fatal")
+        assert lab.gateway._proxy.suspects._trial is None
+
+
 async def test_a_planned_end_creates_no_suspects(kit):
     async with kit.Lab(engine=kit.Engine(pause=0.05)) as lab:
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 60}))
