@@ -7,7 +7,9 @@ Each run has two operators, each behind a proxy (tests/kit/dsv4_testkit/chaos), 
 touches, one with users and deaths, one whose members always fail. Several runs go on at once, each in a namespace.
 Prints one line per run, and every violation of: at most one incarnation of a group, the restart budget, no restart
 without a death, no status that goes back, no event before its status, no write without the lease, nothing left over,
-everything as wanted soon after the last fault. Exit code 1: there was a violation. Needs root, for pods' addresses.
+everything as wanted soon after the last fault. With `--slow-etcd`, etcd is stopped for up to 1.5 s again and again
+until the end of the last run, a third of the time in the mean. Exit code 1: there was a violation. Needs root, for
+pods' addresses.
 """
 
 from __future__ import annotations
@@ -17,13 +19,18 @@ import asyncio
 import contextlib
 import os
 import platform
+import random
 import resource
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import yaml
 
 # The test cluster's kit is no package.
@@ -48,6 +55,30 @@ def seeds(text: str) -> list[int]:
     return found
 
 
+@contextlib.contextmanager
+def slow_etcd(supervisor: int) -> Iterator[None]:
+    """Stop etcd again and again within the block: every read and write waits as for a slow disk."""
+    (etcd,) = (child for child in psutil.Process(supervisor).children(recursive=True) if child.name() == "etcd")
+    draw, done = random.Random(0), threading.Event()
+
+    def pulses() -> None:
+        try:
+            while not done.wait(draw.uniform(0.2, 3.0)):
+                etcd.send_signal(signal.SIGSTOP)
+                done.wait(draw.uniform(0.1, 1.5))
+                etcd.send_signal(signal.SIGCONT)
+        finally:
+            etcd.send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=pulses)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def _show(result: Result) -> None:
     words = f"{len(result.wrong)} violations" if result.wrong else "ok"
     print(f"seed {result.seed}: {words}, settled after {result.settled_seconds:.1f} s", flush=True)
@@ -61,6 +92,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=seeds, default=seeds("1-8"), help="such as 1-20 or 3,7 (default: 1-8)")
     parser.add_argument("--parallel", type=int, default=8, help="runs at once (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=25.0, help="of faults in a run (default: %(default)s)")
+    parser.add_argument("--slow-etcd", action="store_true", help="etcd is stopped for short times during all runs")
     options = parser.parse_args()
     logs = Path(tempfile.mkdtemp(prefix="dsv4-chaos-"))
     with contextlib.ExitStack() as stack:
@@ -75,6 +107,8 @@ def main() -> None:
         stack.enter_context(routed(cluster.state.addresses.fake_pods))
         parallel = min(options.parallel, len(options.seeds))
         configs = stack.enter_context(namespaces(cluster, parallel, logs))
+        if options.slow_etcd:
+            stack.enter_context(slow_etcd(cluster.state.supervisor))
         begun, used = time.monotonic(), _cpu_seconds()
         results = asyncio.run(run_seeds(cluster, options.seeds, configs, options.seconds, logs, _show))
         spent = time.monotonic() - begun

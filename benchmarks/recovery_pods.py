@@ -5,7 +5,8 @@
 
 Every fault is a real signal to a real process of a serving group of two members: the faults of `recovery.py`, one for
 each process and recovery level. Pods run on two real nodes of a cluster that is started and removed here (needs
-`make cluster-build` and root), with the operator of the chart. Seconds count from the signal: until the death in the
+`make cluster-build` and root), with the operator of the chart. Local processes run beside the idle cluster, because
+its components use the same processors. Seconds count from the signal: until the death in the
 status, and until the response to a request that was sent when the status was `Serving` again. The table contains the
 differences to processes of this machine; the bound is 2 s for level 1 and 15 s for level 2.
 """
@@ -37,6 +38,7 @@ from clusterkit.client import Cluster
 from clusterkit.layout import Settings
 from nano_world import Nano, forwarded, operated
 
+from dsv4_operator.builders import names
 from dsv4_testkit.faults.table import PROCESS_DEATHS, Fault
 from dsv4_testkit.harness import Deployment, Recovery, Serving, inflict, pid_in, unix
 
@@ -44,8 +46,6 @@ ROOT = Path(__file__).parents[1]
 LOCAL, PODS, KUBERAY = "local", "Pods", "KubeRay"
 BOUNDS = {1: 2.0, 2: 15.0}
 """Largest difference to local processes in seconds, by recovery level."""
-_SETTLE_SECONDS = 25.0
-"""Time of serving before a fault: by then the standby processes for the next engine are ready."""
 _NAMESPACE = "recovery"
 
 
@@ -122,18 +122,22 @@ def _in_pods(cluster: Cluster, backend: str, restarts: int) -> Iterator[Serving]
         stack.enter_context(operated(cluster, namespace, images.OPERATOR, images.RUNTIME, *values))
         nano = Nano(cluster, namespace)
         recovery = {"maxRestarts": restarts, "window": "1h", "backoff": {"base": "0s", "max": "0s"}}
+        # While its operator runs: the pods of a RayCluster have a finalizer.
+        gone = ("wait", "pods", "-n", namespace, "-l", f"{names.DEPLOYMENT}=nano", "--for=delete", "--timeout=120s")
+        stack.callback(cluster.kubectl, *gone, seconds=130)
+        stack.callback(cluster.kubectl, "delete", "dsv4deployments", "--all", "-n", namespace, seconds=130)
         print(f"{backend}: ready after {nano.start(backend=backend, recovery=recovery):.1f} s", flush=True)
         base = stack.enter_context(forwarded(cluster, namespace, f"pod/{nano.gateway()}", 8000))
         yield InPods(nano, base)
 
 
-def measure(backend: str, serving: Serving, faults: Sequence[Fault], runs: int) -> list[Recovery]:
-    """Cause every fault `runs` times."""
+def measure(backend: str, serving: Serving, faults: Sequence[Fault], runs: int, settle: float) -> list[Recovery]:
+    """Cause every fault `runs` times, each after `settle` seconds of serving."""
     serving.complete()
     rows = []
     for _ in range(runs):
         for fault in faults:
-            time.sleep(_SETTLE_SECONDS)
+            time.sleep(settle)
             try:
                 row = inflict(serving, fault)
             except (LookupError, RuntimeError, StopIteration) as error:
@@ -177,22 +181,26 @@ def _seconds(value: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [fault.name for fault in PROCESS_DEATHS]
+    choices = [fault.name for fault in PROCESS_DEATHS]
     parser.add_argument("--runs", type=int, default=1, help="runs of each fault (default: %(default)s)")
-    parser.add_argument("--fault", action="append", choices=names, help="only this one; can be given more than once")
+    parser.add_argument("--fault", action="append", choices=choices, help="only this one; can be given more than once")
     parser.add_argument(
         "--backend", action="append", choices=[PODS, KUBERAY], help="beside local processes (default: both)"
     )
     parser.add_argument("--without-local", action="store_true", help="do not measure processes of this machine")
+    parser.add_argument(
+        "--settle",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="of serving before a fault, until the standby processes of the next engine are ready (default: 60)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file of the figures")
     options = parser.parse_args()
     faults = [fault for fault in PROCESS_DEATHS if options.fault is None or fault.name in options.fault]
     backends = options.backend or [PODS, KUBERAY]
     restarts = len(faults) * options.runs + 1
     found: dict[str, list[Recovery]] = {}
-    if not options.without_local:
-        with _local(restarts) as serving:
-            found[LOCAL] = measure(LOCAL, serving, faults, options.runs)
     settings = Settings("recovery", nodes=2)
     lifetime.prepare(settings)
     archives = images.operator(), images.runtime()
@@ -200,9 +208,12 @@ def main() -> None:
         cluster.apply(yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text()))
         for archive in archives:
             cluster.load(archive)
+        if not options.without_local:
+            with _local(restarts) as serving:
+                found[LOCAL] = measure(LOCAL, serving, faults, options.runs, options.settle)
         for backend in backends:
             with _in_pods(cluster, backend, restarts) as serving:
-                found[backend] = measure(backend, serving, faults, options.runs)
+                found[backend] = measure(backend, serving, faults, options.runs, options.settle)
     load = os.getloadavg()[0]
     about = f"{os.cpu_count()} CPUs, {platform.machine()}, Linux {platform.release()}, load {load:.1f} at the end"
     print(f"\nmachine: {about}; {options.runs} run(s), {time.strftime('%Y-%m-%d')}\n")
