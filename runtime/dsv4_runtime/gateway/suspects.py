@@ -25,10 +25,12 @@ from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
 from dsv4_runtime.engine import completion, token_auth
 from dsv4_runtime.engine.token_auth import Kind, Refused
 from dsv4_runtime.gateway import errors
+from dsv4_runtime.gateway.continuation import is_error_event
 from dsv4_runtime.gateway.errors import RefusedError
 from dsv4_runtime.gateway.http_client import Headers, Upstream, UpstreamRequest, encode_headers
 from dsv4_runtime.gateway.kinds import PLAIN, FatalKinds, Kinds
 from dsv4_runtime.gateway.routing import SETTLE_SECONDS, EngineGeneration, Exposure, Exposures, RoutedGroup
+from dsv4_runtime.util import sse
 
 _log = logging.getLogger("dsv4.gateway")
 
@@ -324,6 +326,11 @@ class TurnRefusedError(Exception):
         self.reason = reason
 
 
+def _has_error(body: bytes) -> bool:
+    """Return whether the end of a stream reports an error, as vLLM does when its engine dies."""
+    return any(is_error_event(event, sse.payload(event)) for event in sse.Splitter().feed(body))
+
+
 class TrialAttempt:
     """A trial in one engine generation."""
 
@@ -435,12 +442,13 @@ class TrialAttempt:
                 while answer is not None and watch is not None and not (watch.done() or generation.over):
                     if answer.status == 200 and answer.has_data:
                         exposure.progress()
+                    if answer.complete and answer.status < 500 and not _has_error(await answer.part()):
+                        # At once, because vLLM's API process admits others from here on.
+                        generation.exposures.end(exposure)
+                        break
                     if answer.complete or answer.is_broken:
                         exposure.broken = answer.is_broken
-                        # A complete response may be the error of a dead engine.
-                        died = await self._trials.wait_for_report(self._group, generation)
-                        if answer.complete and not died:
-                            generation.exposures.end(exposure)
+                        await self._trials.wait_for_report(self._group, generation)
                         break
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
@@ -496,18 +504,14 @@ class Trials:
         """Return the header with the kind of the request."""
         return encode_headers({token_auth.TURN_HEADER: token_auth.turn_header(self._owner, kind)})
 
-    async def wait_for_report(self, group: RoutedGroup, generation: EngineGeneration) -> bool:
-        """Wait until a generation whose request lost its connection is confirmed alive or the agent reports its state.
-
-        Return whether it was not confirmed alive.
-        """
+    async def wait_for_report(self, group: RoutedGroup, generation: EngineGeneration) -> None:
+        """Wait until a generation in which a request failed is confirmed alive or the agent reports its state."""
         if generation.over or await group.engine.survives(generation):
-            return generation.over
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPORT_SECONDS):
                 while not generation.over and group.engine.present is not generation:  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_SECONDS)
-        return True
 
     async def probe(self, group: RoutedGroup, generation: EngineGeneration) -> bool:
         """Complete one token; return whether that succeeded in a confirmed generation."""

@@ -248,9 +248,42 @@ async def test_a_trial_whose_client_left_excludes_others_until_its_proof(kit):
         assert [len(lab.gateway._proxy.suspects.found.requests) for lab in (first, second)] == [0, 1]
 
 
+async def test_a_trial_that_ended_without_its_client_is_not_in_an_engine_that_dies_later(kit):
+    class Slow(kit.Engine):
+        """vLLM's /health is slow, so that nothing else shows soon that the engine survived the response."""
+
+        async def handle(self, request):
+            if request.path == "/health" and self.generation == 3 and self.answered:
+                await asyncio.sleep(1.0)
+            return await super().handle(request)
+
+    engine = Slow()
+    engine.answered = False
+    async with kit.Lab(engine=engine) as first, kit.Lab(engine=engine) as second:
+        deadly = Deadly(engine)
+
+        async def script(request, body):
+            if body["prompt"] != ASK["prompt"] or engine.generation != 3:
+                return await deadly(request, body)
+            await asyncio.sleep(0.3)
+            engine.answered = True
+            return web.json_response({"choices": []})
+
+        engine.script = script
+        asked = asyncio.ensure_future(first.post(COMPLETIONS, ASK))
+        await until(lambda: [body["prompt"] for _, body, _ in engine.requests].count(ASK["prompt"]) == 3)
+        asked.cancel()
+        assert (await second.post(COMPLETIONS, POISON))[0] == 422
+        assert first.gateway._proxy.suspects.found.requests == ()
+
+
 @pytest.mark.parametrize("end", ["reset", "status", "event", "silence"])
 async def test_an_engine_that_dies_of_a_trial_whose_client_left_convicts_it(kit, end):
     async with kit.Lab() as lab:
+
+        async def reported():
+            await asyncio.sleep(0.2)
+            await lab.engine.die(0.1)
 
         async def script(request, body):
             if body["prompt"] != POISON["prompt"]:
@@ -260,7 +293,12 @@ async def test_an_engine_that_dies_of_a_trial_whose_client_left_convicts_it(kit,
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
             await asyncio.sleep(0.4)
-            await lab.engine.die(0.1)
+            # An error arrives before the agent's report of the death.
+            lab.engine.alive = False
+            if end in ("status", "event"):
+                lab.engine.spawn(reported())
+            else:
+                await lab.engine.die(0.1)
             if response is not None:
                 await response.write(b'data: {"error":{"message":"EngineCore died","code":500}}\n\ndata: [DONE]\n\n')
             elif end == "status":
@@ -279,7 +317,7 @@ async def test_an_engine_that_dies_of_a_trial_whose_client_left_convicts_it(kit,
         asked.cancel()
         await until(lambda: lab.engine.generation == 4)
         status, body = await lab.post(COMPLETIONS, poison)
-        assert lab.engine.generation == 4
+        assert [body["prompt"] for _, body, _ in lab.engine.requests].count(POISON["prompt"]) == 3
         assert (status, json.loads(body)["error"]["code"]) == (422, "engine_fatal")
         assert lab.gateway._proxy.suspects._trial is None
 

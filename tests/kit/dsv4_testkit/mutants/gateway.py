@@ -478,6 +478,20 @@ GATEWAY = (
         ("tests/unit/gateway/test_upstream.py",),
     ),
     Mutant(
+        "a trial that was answered without its client stays in the engine",
+        "runtime/dsv4_runtime/gateway/suspects.py",
+        "if answer.complete and answer.status < 500 and not _has_error(await answer.part()):",
+        "if False:",
+        ("tests/unit/gateway/test_suspects.py",),
+    ),
+    Mutant(
+        "the error of a dead engine answers a trial without a client",
+        "runtime/dsv4_runtime/gateway/suspects.py",
+        "answer.status < 500 and not _has_error(await answer.part()):",
+        "answer.status < 500:",
+        ("tests/unit/gateway/test_suspects.py",),
+    ),
+    Mutant(
         "a trial that its client left ends at once",
         "runtime/dsv4_runtime/gateway/suspects.py",
         "if exposure is not None and exposure.left is None and exposure in self._generation.exposures:",
