@@ -26,7 +26,7 @@ if reason := needs.gpu() or needs.engine():
 pytestmark = pytest.mark.timeout(2400)
 
 STARTS_SECONDS = 900.0
-"""vLLM's own kernels for four layers of Flash were not compiled after 7 minutes on an H200 beside another engine."""
+"""vLLM's own kernels for four layers of Flash took 594 s on an H200 beside another engine that compiled."""
 
 COMMAND_SECONDS = 330.0
 """More than the limit of each command."""
@@ -42,8 +42,14 @@ def document(deployment: Deployment, *words: str, codes: tuple[int, ...] = (0,))
     """Return the JSON document of a command."""
     command, *options = words
     done = deployment.run(command, deployment.name, *options, "-o", "json", timeout=COMMAND_SECONDS)
-    assert done.returncode in codes, done.stdout + done.stderr
+    assert done.returncode in codes, f"{done.stdout}{done.stderr}\n{deployment.log()}\n{engine_logs(deployment)}"
     return dict(json.loads(done.stdout))
+
+
+def engine_logs(deployment: Deployment) -> str:
+    """Return the ends of the agents' and gateway's logs, which the deployment's end removes."""
+    logs = [*deployment.directory.glob("i*/m*/agent.log"), *deployment.directory.glob("gateway*.log")]
+    return "\n".join(f"{path}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(logs))
 
 
 def verify(deployment: Deployment, *words: str, codes: tuple[int, ...] = (0,)) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def _version_rows(report: SetupReport) -> list[tuple[str, Cell]]:
         ("image profile", found.profile + (", changed" if found.own_build else "")),
         ("vLLM of the profile", found.vllm),
         ("vLLM of the endpoint", report.verify.engine if report.verify else None),
-        ("libraries", ", ".join(found.libraries)),
+        ("libraries of the profile", ", ".join(found.libraries)),
         ("image digest", found.image_digest),
         ("checkpoint", report.model.checkpoint),
         ("source", report.model.source),
