@@ -211,7 +211,7 @@ cached pages for them."""
 
 _BLOCK = 8 << 20
 _AHEAD = 32 << 20
-_REPORT_BYTES = 1 << 28
+_CHECK_BYTES = 1 << 28
 _REPORT_SECONDS = 1.0
 _MEASURE_BYTES = 1 << 26
 
@@ -290,11 +290,11 @@ def read_ahead(paths: Sequence[Path], limit: int, report: Callable[[int, float],
     Args:
         paths: files in the engine's load order.
         limit: bytes.
-        report: called periodically with bytes read and seconds elapsed.
+        report: called at most once a second with bytes read and seconds elapsed.
     """
     buffer = memoryview(bytearray(_BLOCK))
     begun = reported = time.monotonic()
-    read, next_report = 0, _REPORT_BYTES
+    read, next_check = 0, _CHECK_BYTES
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -311,9 +311,12 @@ def read_ahead(paths: Sequence[Path], limit: int, report: Callable[[int, float],
                 offset += got
                 read += got
                 now = time.monotonic()
-                if read >= next_report or now - reported >= _REPORT_SECONDS:
-                    next_report, reported = read + _REPORT_BYTES, now
+                due = now - reported >= _REPORT_SECONDS
+                if due:
+                    reported = now
                     report(read, now - begun)
+                if due or read >= next_check:
+                    next_check = read + _CHECK_BYTES
                     if available_bytes() < RESERVE_BYTES:
                         return read
         except OSError:

@@ -28,12 +28,25 @@ def test_files_are_read_into_the_page_cache_and_leave_it(tmp_path: Path) -> None
         os.fsync(stream.fileno())
     writer.drop([file])
     assert cached_share(file) < 0.05
-    told: list[int] = []
-    assert writer.read_ahead([file], 1 << 40, lambda read, _: told.append(read)) == file.stat().st_size
+    assert writer.read_ahead([file], 1 << 40, lambda *_: None) == file.stat().st_size
     assert cached_share(file) > 0.99
     writer.drop([file, tmp_path / "none"])
     assert cached_share(file) < 0.05
     assert writer.read_ahead([tmp_path / "none", file], 5_000_000, lambda *_: None) == 5_000_000
+
+
+@pytest.mark.parametrize(("pause", "least", "most"), [(0.0, 3, 9), (3600.0, 0, 0)])
+def test_reading_is_reported_by_time_not_by_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: float, least: int, most: int
+) -> None:
+    file = tmp_path / "a.safetensors"
+    write_shard(file, 20_000_000, "t", 0)
+    monkeypatch.setattr(writer, "_CHECK_BYTES", 1 << 20)
+    monkeypatch.setattr(writer, "_REPORT_SECONDS", pause)
+    reported: list[int] = []
+    writer.read_ahead([file], 1 << 40, lambda read, _: reported.append(read))
+    assert least <= len(reported) <= most
+    assert reported == sorted(reported)
 
 
 def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +68,7 @@ def test_files_leave_the_page_cache_when_free_memory_is_low(tmp_path: Path, monk
 def test_reading_ends_when_memory_runs_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.safetensors"
     write_shard(file, 20_000_000, "t", 0)
-    monkeypatch.setattr(writer, "_REPORT_BYTES", 8 << 20)
+    monkeypatch.setattr(writer, "_CHECK_BYTES", 8 << 20)
     monkeypatch.setattr(writer, "available_bytes", lambda: writer.RESERVE_BYTES - 1)
     assert writer.read_ahead([file], 1 << 40, lambda *_: None) == 8 << 20
 
