@@ -193,6 +193,7 @@ SYMBOLS: Mapping[str, str] = {
     # warm-up and KV cache planning
     "allocate_kv_cache": "vllm.v1.worker.utils:allocate_kv_cache",
     "get_num_ubatches": "vllm.v1.worker.ubatch_utils:get_num_ubatches",
+    "get_world_group": f"{PARALLEL_STATE}:get_world_group",
     "GroupCoordinator": f"{PARALLEL_STATE}:GroupCoordinator",
     "get_kv_cache_spec": f"{_RUNNER_PACKAGE}.attn_utils:get_kv_cache_spec",
     "init_minimal_kv_cache_for_profiling": (f"{_RUNNER_PACKAGE}.cudagraph_utils:_init_minimal_kv_cache_for_profiling"),
@@ -455,6 +456,9 @@ HOOKS = (
         MODEL_RUNNER, "GPUModelRunner.capture_model",
         Known(("self", "profile_only"), names=frozenset({"cudagraph_manager", "capture"})),
         "warmup:before_profiled_capture", bundled=True,
+    ),
+    _warm_up(
+        MODEL_RUNNER, "GPUModelRunner.profile_cudagraph_memory", ("self",), "warmup:reusing_graph_estimate"
     ),
     # Before the next hook, whose processes compile while this one waits for its own.
     _warm_up(_WORKER, "kernel_warmup", _KERNEL_WARMUP, "compile_ahead:before_jit_warmup"),

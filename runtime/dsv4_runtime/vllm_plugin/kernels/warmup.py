@@ -11,11 +11,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import inspect
 import itertools
+import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +27,8 @@ import numpy as np
 import torch
 
 from dsv4_kernels.arch import compile_for
-from dsv4_runtime.vllm_plugin.kernels import indexer, sublayers
+from dsv4_runtime.util.files import replace_file
+from dsv4_runtime.vllm_plugin.kernels import indexer, sublayers, vllm_api
 from dsv4_runtime.vllm_plugin.kernels.choice import LOGGER
 from dsv4_runtime.vllm_plugin.kernels.hooks import Assignment
 from dsv4_runtime.vllm_plugin.kernels.plans import (
@@ -34,6 +39,8 @@ from dsv4_runtime.vllm_plugin.kernels.plans import (
     warm_up,
     without_keeping_plans,
 )
+from dsv4_runtime.vllm_plugin.kernels.trial import DIRECTORY
+from dsv4_runtime.vllm_plugin.retained import key_of
 
 
 def after_precompile(original: Any) -> Any:
@@ -50,6 +57,72 @@ def after_precompile(original: Any) -> Any:
         return available
 
     return determine_available_memory
+
+
+def reusing_graph_estimate(original: Any) -> Any:
+    """Return the runner's `profile_cudagraph_memory`, which returns the estimate of an earlier start if there is one.
+
+    The estimate takes a capture of graphs over a small KV cache, 4 s of a restart (four layers of Flash, H200,
+    2026-11-28), and is the same for equal versions, configurations, kernels and devices. The file is in the directory
+    of the kernels' evidence. All ranks estimate or none, because the capture calls collectives.
+    """
+
+    @functools.wraps(original)
+    def profile_cudagraph_memory(runner: Any) -> int:
+        place = _estimate_file(runner)
+        known = _read_estimate(place)
+        if _on_all_ranks(known is not None) and known is not None:
+            # The words of vLLM's line, which the plan is compared with.
+            LOGGER.info("dsv4 memory: Estimated CUDA graph memory: %.2f GiB total, by an earlier start", known / 2**30)
+            return known
+        estimate: int = original(runner)
+        if place is not None:
+            try:
+                replace_file(place, json.dumps({"bytes": estimate}), mode=0o644)
+            except OSError as error:
+                LOGGER.warning("dsv4 memory: the estimate of CUDA graphs cannot be kept: %s", error)
+        return estimate
+
+    return profile_cudagraph_memory
+
+
+def _estimate_file(runner: Any) -> Path | None:
+    """Return the file of the estimate for this rank; None without a directory, or if the key is unknown."""
+    folder = os.environ.get(DIRECTORY)
+    if not folder:
+        return None
+    try:
+        config = runner.vllm_config
+        facts = [
+            key_of(config, config.model_config, ""),
+            [config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens],
+            config.compilation_config.cudagraph_capture_sizes,
+            str(config.compilation_config.cudagraph_mode),
+        ]
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+    except Exception as error:
+        LOGGER.warning("dsv4 memory: no earlier estimate of CUDA graphs (%s: %s)", type(error).__name__, error)
+        return None
+    return Path(folder) / f"graphs-{name}.json"
+
+
+def _read_estimate(place: Path | None) -> int | None:
+    """Return the stored estimate in bytes; None if there is none, or no readable one."""
+    try:
+        found = None if place is None else json.loads(place.read_text())["bytes"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, int) and found >= 0 else None
+
+
+def _on_all_ranks(here: bool) -> bool:
+    """Return whether `here` is true on all ranks of this engine; each of them calls it."""
+    group = vllm_api.get_world_group()
+    if group.world_size == 1:
+        return here
+    votes = torch.tensor([int(here)])
+    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(votes.item())
 
 
 def around_kernel_warmup(original: Any) -> Any:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from dsv4_runtime.vllm_plugin.kernels import plans, warmup
+from dsv4_runtime.vllm_plugin.kernels import plans, vllm_api, warmup
+from dsv4_runtime.vllm_plugin.kernels.trial import DIRECTORY
 
 
 @dataclass
@@ -204,3 +209,123 @@ def test_vllm_compiles_the_shapes_of_called_gates_only() -> None:
     model = SimpleNamespace(modules=lambda: iter([called, replaced]))
     shapes = warmup.of_called_gates(lambda model: tuple(module.shape for module in model.modules()))
     assert shapes(model) == (1,)
+
+
+GRAPHS = 3 << 27
+"""Bytes of the graphs of every estimate below."""
+
+
+def model_runner(key: str = "a model", *, seqs: int = 8, sizes: tuple[int, ...] = (1, 2, 4)) -> SimpleNamespace:
+    """Return a runner with the parts of the configuration that the key of an estimate has."""
+    config = SimpleNamespace(
+        model_config=key,
+        scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=2048),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=list(sizes), cudagraph_mode="FULL_AND_PIECEWISE"),
+    )
+    return SimpleNamespace(vllm_config=config)
+
+
+def estimator(captures: list[Any]) -> Any:
+    def profile_cudagraph_memory(runner: Any) -> int:
+        captures.append(runner)
+        return GRAPHS
+
+    return warmup.reusing_graph_estimate(profile_cudagraph_memory)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Let this process be the only rank of its engine; return the directory of the estimates."""
+    monkeypatch.setattr(warmup, "key_of", lambda config, model, prefix: model + prefix)
+    monkeypatch.setattr(vllm_api, "get_world_group", lambda: SimpleNamespace(world_size=1), raising=False)
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("later", "captures"),
+    [
+        (model_runner(), 1),
+        (model_runner("another model"), 2),
+        (model_runner(seqs=9), 2),
+        (model_runner(sizes=(1, 2)), 2),
+    ],
+)
+def test_graphs_are_estimated_once_for_each_configuration(
+    one_rank: Path, later: SimpleNamespace, captures: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[Any] = []
+    with caplog.at_level(logging.INFO, logger="vllm.dsv4"):
+        assert [estimator(made)(each) for each in (model_runner(), later)] == [GRAPHS, GRAPHS]
+    assert len(made) == captures
+    # The line of an estimate, which the memory plan is compared with.
+    assert ("Estimated CUDA graph memory: 0.38 GiB" in caplog.text) == (captures == 1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"bytes": "1"}', '{"bytes": -1}', '{"bytes": null}', "\0"])
+def test_an_unreadable_estimate_is_made_again(one_rank: Path, text: str) -> None:
+    made: list[Any] = []
+    assert estimator(made)(model_runner()) == GRAPHS
+    (file,) = one_rank.iterdir()
+    file.write_text(text)
+    assert estimator(made)(model_runner()) == GRAPHS
+    assert len(made) == 2
+    assert json.loads(file.read_text()) == {"bytes": GRAPHS}
+
+
+def test_without_a_directory_or_a_key_graphs_are_estimated(
+    one_rank: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setenv(DIRECTORY, str(one_rank / "none"))
+    assert estimator(made)(model_runner()) == GRAPHS
+    assert "cannot be kept" in caplog.text
+    monkeypatch.delenv(DIRECTORY)
+    assert estimator(made)(model_runner()) == GRAPHS
+    monkeypatch.setenv(DIRECTORY, str(one_rank))
+    assert estimator(made)(SimpleNamespace(vllm_config=SimpleNamespace(model_config="m"))) == GRAPHS
+    assert "AttributeError" in caplog.text
+    assert len(made) == 3
+    assert not list(one_rank.iterdir())
+
+
+def _rank(rank: int, folder: Path, keeps: bool, results: Any) -> None:
+    """Estimate as one of two ranks, whose capture waits for the other one as a collective does."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    world, kept = SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD), folder / str(rank)
+    kept.mkdir()
+    made: list[Any] = []
+
+    def capture(runner: Any) -> int:
+        torch.distributed.barrier()
+        made.append(runner)
+        return GRAPHS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_api, "get_world_group", lambda: world, raising=False)
+        patch.setattr(warmup, "key_of", lambda *_: "a model")
+        patch.setenv(DIRECTORY, str(kept))
+        estimate = warmup.reusing_graph_estimate(capture)
+        found = [estimate(model_runner())]
+        if not keeps:
+            next(kept.iterdir()).unlink()
+        found += [estimate(model_runner()), estimate(model_runner())]
+    results.put((found, len(made)))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_all_ranks_capture_or_none(tmp_path: Path, keeps: bool) -> None:
+    """One whose file is lost would otherwise wait in the capture's collectives for ever."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, tmp_path, keeps or rank == 0, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        assert [results.get(timeout=60) for _ in ranks] == [([GRAPHS] * 3, 1 if keeps else 2)] * 2
+    finally:
+        for process in ranks:
+            process.join(10)
+            process.kill()
