@@ -63,18 +63,17 @@ class Raw:
                 peer, _ = self._listener.accept()
             except OSError:
                 return
-            with contextlib.suppress(OSError), peer:
-                if self._context is not None:
-                    peer = self._context.wrap_socket(peer, server_side=True)
+            with contextlib.suppress(OSError), peer, self._secured(peer) as stream:
                 head = b""
-                while b"\r\n\r\n" not in head and (more := peer.recv(65536)):
+                while b"\r\n\r\n" not in head and (more := stream.recv(65536)):
                     head += more
                 self.heads.append(head)
                 for part in self._parts:
-                    peer.sendall(part)
+                    stream.sendall(part)
                 self._over.wait(self._silent)
-                with contextlib.suppress(OSError):
-                    peer.close()
+
+    def _secured(self, peer: socket.socket) -> socket.socket:
+        return peer if self._context is None else self._context.wrap_socket(peer, server_side=True)
 
     def close(self) -> None:
         self._over.set()
