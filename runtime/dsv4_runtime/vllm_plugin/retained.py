@@ -592,7 +592,7 @@ def _compare(about: dict[str, Any], found: Inventory) -> None:
 
 def key_of(vllm_config: Any, model_config: Any, prefix: str) -> str:
     """Return the identity of a worker's loaded model: two equal ones have equal tensors."""
-    from dsv4_runtime.vllm_plugin.kernels.choice import choice
+    from dsv4_runtime.vllm_plugin.kernels.choice import choice_key
     from dsv4_runtime.vllm_plugin.kernels.trial import sources
 
     model = Path(model_config.model)
@@ -605,7 +605,7 @@ def key_of(vllm_config: Any, model_config: Any, prefix: str) -> str:
         "files": [[one.name, one.stat().st_size, one.stat().st_mtime_ns] for one in files if one.is_file()],
         "rank": [parallel.rank, parallel.world_size, parallel.data_parallel_rank],
         "device": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),
-        "kernels": str(choice()),
+        "kernels": choice_key(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 

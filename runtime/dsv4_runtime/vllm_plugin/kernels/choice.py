@@ -99,6 +99,11 @@ def choice() -> KernelChoice:
     return _reported(ATTACHED.agreed(parse_kernel_choice(text, seen.choice)), seen.standings, seen.to_dict())
 
 
+def choice_key() -> str:
+    """Return the choice of this process as part of a key; nothing is reported where nothing may be bundled."""
+    return str(choice() if any(map(possible, Op)) else OFF)
+
+
 def refuses(parallel: Any, load: Any = None) -> str | None:
     """Return the reason why nothing is bundled in an engine of this configuration, or None.
 

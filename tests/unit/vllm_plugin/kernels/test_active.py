@@ -16,7 +16,7 @@ from dsv4_runtime.contract.kernels import BUNDLED, OFF, STOCK, VARIABLE, KernelC
 from dsv4_runtime.engine.logs import kernels
 from dsv4_runtime.vllm_plugin.kernels import choice as module
 from dsv4_runtime.vllm_plugin.kernels import trial
-from dsv4_runtime.vllm_plugin.kernels.choice import choice, refuses, report_lines
+from dsv4_runtime.vllm_plugin.kernels.choice import choice, choice_key, refuses, report_lines
 from dsv4_runtime.vllm_plugin.kernels.evidence import SIZES, Standing
 from dsv4_runtime.vllm_plugin.kernels.trial import Evidence
 
@@ -106,6 +106,17 @@ def test_evidence_is_requested_for_the_shapes_of_the_rank(engine: Engine) -> Non
         "model": V4, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": True, "redundant_experts": 0,
         "large_products": False,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "found", "reported"), [("off", OFF, False), ("", OFF, False), ("auto", FOUND, True)])
+def test_an_engine_without_bundled_kernels_reports_no_choice(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, text: str, found: KernelChoice, reported: bool
+) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    choice.cache_clear()
+    with engine.caplog.at_level(logging.INFO, "vllm.dsv4"):
+        assert choice_key() == str(found)
+    assert bool(engine.caplog.records) is reported
 
 
 @pytest.mark.parametrize("text", ["auto", "moe=bundled", str(KernelChoice(dict.fromkeys(Op, BUNDLED)))])
