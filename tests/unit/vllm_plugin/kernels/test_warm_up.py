@@ -237,7 +237,8 @@ def estimator(captures: list[Any]) -> Any:
 def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Let this process be the only rank of its engine; return the directory of the estimates."""
     monkeypatch.setattr(warmup, "key_of", lambda config, model, prefix: model + prefix)
-    monkeypatch.setattr(vllm_api, "get_world_group", lambda: SimpleNamespace(world_size=1), raising=False)
+    # As an item: reading the attribute imports vLLM.
+    monkeypatch.setitem(vars(vllm_api), "get_world_group", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setenv(DIRECTORY, str(tmp_path))
     return tmp_path
 
@@ -302,7 +303,7 @@ def _rank(rank: int, folder: Path, keeps: bool, results: Any) -> None:
         return GRAPHS
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_api, "get_world_group", lambda: world, raising=False)
+        patch.setitem(vars(vllm_api), "get_world_group", lambda: world)
         patch.setattr(warmup, "key_of", lambda *_: "a model")
         patch.setenv(DIRECTORY, str(kept))
         estimate = warmup.reusing_graph_estimate(capture)
