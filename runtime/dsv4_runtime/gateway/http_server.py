@@ -49,6 +49,8 @@ _PARSE_BYTES = 2**12
 """Bytes per parser call: all requests in them are created before the first is handled."""
 _RESERVED_SECONDS = 1.0
 """Limit for completing the head on a reserved connection."""
+_READ_SECONDS = 0.01
+"""Time in which the event loop reads once what has arrived."""
 PACE_SECONDS = 30.0
 PACE_BYTES = 15_000
 """Minimum progress per `PACE_SECONDS` of an arriving body and of a response that waits for the client: 500 bytes per
@@ -511,8 +513,16 @@ class _Connection(ClientConnection, asyncio.BufferedProtocol):
             self._arm(_KEEPALIVE_SECONDS, self.abort)
 
     def _arm(self, seconds: float, what: Callable[[], None]) -> None:
+        """Call `what` in `seconds`, unless disarmed: also by a request that arrived before, while this process was
+        paused and read nothing.
+        """
         self._disarm()
-        self._timer = asyncio.get_running_loop().call_later(seconds, what)
+        loop = asyncio.get_running_loop()
+
+        def expire() -> None:
+            self._timer = loop.call_later(_READ_SECONDS, what)
+
+        self._timer = loop.call_later(seconds, expire)
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -359,6 +359,13 @@ GATEWAY = (
         ("tests/unit/gateway/test_handover.py",),
     ),
     Mutant(
+        "a probe that arrived while the process was paused is refused",
+        "runtime/dsv4_runtime/gateway/http_server.py",
+        "self._timer = loop.call_later(seconds, expire)",
+        "self._timer = loop.call_later(seconds, what)",
+        ("tests/unit/gateway/test_handover.py",),
+    ),
+    Mutant(
         "connections are announced in a burst that closes the channel",
         "runtime/dsv4_runtime/gateway/handover.py",
         " and not _is_writable(channel):",
