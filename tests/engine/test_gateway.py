@@ -1,6 +1,7 @@
 """Requests during the death of a real engine: the gateway's guarantees, with vLLM and the nano model.
 
-One deployment serves all tests of this file, in order; the last one ends it.
+One deployment serves all tests of this file, in order; the last one ends it. Its API requires keys, and its user has
+tokens in the environment: after its life every output is searched for these marked secrets.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import urllib.error
@@ -23,23 +26,35 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from dsv4_operator.backends.local.supervisor import read_report
 from dsv4_runtime.engine import token_auth
 from dsv4_testkit.browser import CHROMIUM, chromium, until
 from dsv4_testkit.gateway_clients import CONTEXT, SECONDS, TOKENS, Asked, Chat, same
-from dsv4_testkit.harness import Deployment, unix
+from dsv4_testkit.harness import MARKER, Deployment, unix
 
 pytestmark = pytest.mark.engine
 
 LOGPROBS = {"/v1/completions": {"logprobs": 2}, "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2}}
 """Requests the two likeliest tokens at each position; such a stream is not continued."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": TOKENS}
+KEY, TOKEN, STORE = "canary-of-callers-7f3a", "hf_canaryOfTheHub7f3acanaryOfTheHub7f3a", "canary-of-the-store-7f3a"
+CANARIES = [word.encode() for word in (KEY, TOKEN, STORE)]
 
 
 @pytest.fixture(scope="module")
 def deployment(weights: Path) -> Iterator[Deployment]:
-    found = Deployment(nodes=1, restarts=10, weights=weights)
+    environment = {"HF_TOKEN": TOKEN, "AWS_SECRET_ACCESS_KEY": STORE}
+    found = Deployment(nodes=1, restarts=10, environment=environment, weights=weights)
+    manifest = yaml.safe_load(found.file.read_text())
+    manifest["spec"]["gateway"] = {"apiKeys": {"secretKeyRef": {"name": "callers", "key": "keys"}}}
+    found.file.write_text(yaml.safe_dump(manifest))
+    keys = found.root / "secrets" / "callers" / "keys"
+    keys.parent.mkdir(parents=True)
+    keys.touch(mode=0o600)
+    keys.write_text(f"# whose\n{KEY}\n")
+    found.key = KEY
     found.up()
     yield found
     found.destroy()
@@ -117,7 +132,8 @@ def test_greedy_streams_continue_exactly(deployment: Deployment) -> None:
 
 
 def page_of(deployment: Deployment) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.api}/dsv4/status.json", timeout=60) as answer:
+    request = urllib.request.Request(f"http://127.0.0.1:{deployment.api}/dsv4/status.json", headers=deployment.headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return dict(json.loads(answer.read()))
 
 
@@ -142,6 +158,8 @@ async def page(deployment: Deployment, deaths: int) -> AsyncIterator[Any]:
     async with chromium() as browser:
         tab = await browser.new_page()
         await tab.goto(f"http://127.0.0.1:{deployment.api}/dsv4/status")
+        await tab.fill("#key", KEY)
+        await tab.press("#key", "Enter")
         await until(tab, f"document.querySelectorAll('.timeline > li').length === {deaths}")
         yield tab
 
@@ -245,7 +263,7 @@ def test_healthy_answers_are_vllms_byte_for_byte(deployment: Deployment) -> None
     inside, token = ["nsenter", f"--net=/proc/{loop}/ns/net"], (deployment.directory / "token").read_text().strip()
     assert {status for status, _, _ in ask("10.88.0.10:8000", inside, {})} == {401}, "vLLM's port is the gateway's"
     direct = ask("10.88.0.10:8000", inside, token_auth.headers(token))
-    through = ask(f"127.0.0.1:{deployment.api}", [], {})
+    through = ask(f"127.0.0.1:{deployment.api}", [], deployment.headers)
     assert [status for status, _, _ in direct] == [200, 200, 200, 200, 400, 400, 404]
     assert direct[0][2].count("data: ") == 13
     assert through == direct
@@ -265,7 +283,7 @@ def test_a_client_that_leaves_ends_its_work_in_vllm(deployment: Deployment) -> N
     before = figures()
     body = json.dumps({"model": deployment.name, "prompt": "Once", **GREEDY, "max_tokens": 900, "stream": True})
     connection = http.client.HTTPConnection("127.0.0.1", deployment.api, timeout=60)
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    connection.request("POST", "/v1/completions", body, deployment.headers)
     answer = connection.getresponse()
     assert answer.readline().startswith(b"data: ")
     # The gateway shares one read of vLLM's metrics for a second.
@@ -407,6 +425,77 @@ def test_a_killed_loop_costs_no_request_and_the_next_one_continues(deployment: D
     log = deployment.log()
     order = [log.rindex(word) for word in ("adopted rank 0", "EngineDead", "EngineRestarting", "GroupRecovered")]
     assert order == sorted(order), log
+
+
+def status_with(deployment: Deployment, key: str | None) -> int:
+    """Return the status of a completion request with `key`."""
+    about = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    body = b'{"model": "nano", "prompt": "Hello", "max_tokens": 2, "temperature": 0.0}'
+    request = urllib.request.Request(f"http://127.0.0.1:{deployment.api}/v1/completions", body, about)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def processes(deployment: Deployment) -> Iterator[psutil.Process]:
+    """Yield all processes of the deployment."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARKER) == str(deployment.directory):
+                yield process
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+
+
+def files(deployment: Deployment) -> Iterator[Path]:
+    """Yield every file of the deployment, including those of its engine and of Ray."""
+    for path in deployment.directory.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            yield path
+
+
+def with_canaries(text: bytes) -> list[bytes]:
+    return [word for word in CANARIES if word in text]
+
+
+def test_a_life_with_secrets_leaves_none_anywhere(deployment: Deployment, tmp_path: Path) -> None:
+    assert [status_with(deployment, key) for key in (None, "wrong", KEY)] == [401, 401, 200]
+
+    # The engine's own processes do not have them; only the processes that fetch weights and check keys do.
+    engine = psutil.Process(deployment.pid(0, "engine-core"))
+    assert with_canaries(Path(f"/proc/{engine.pid}/environ").read_bytes()) == []
+    commands = [" ".join(process.cmdline()) for process in processes(deployment)]
+    assert len(commands) > 5
+    assert with_canaries("\n".join(commands).encode()) == []
+
+    # The deaths have created evidence, and the requests during them entries in the gateway's log.
+    archive = tmp_path / "evidence.tar.gz"
+    for words in (
+        ("status", "nano", "-o", "yaml"),
+        ("why", "nano"),
+        ("logs", "nano"),
+        ("plan", str(deployment.file), "-o", "yaml"),
+        ("evidence", "nano", "--output", str(archive)),
+    ):
+        done = deployment.run(*words)
+        assert done.returncode == 0, (words, done.stderr)
+        assert with_canaries((done.stdout + done.stderr).encode()) == [], words
+    assert stat.S_IMODE(archive.stat().st_mode) == 0o600
+    with tarfile.open(archive) as packed:
+        names = packed.getnames()
+        assert any("evidence" in name for name in names)
+        assert [name for name in names if with_canaries(packed.extractfile(name).read())] == []  # type: ignore[union-attr]
+
+    found = list(files(deployment))
+    assert any(path.name == "gateway.log" for path in found)
+    assert [path for path in found if with_canaries(path.read_bytes())] == []
+    # Other users can neither enter the directory nor read the loop's own files.
+    assert stat.S_IMODE(deployment.directory.stat().st_mode) == 0o700
+    own = [path for path in deployment.directory.iterdir() if path.is_file()]
+    assert [path for path in own if path.stat().st_mode & 0o077] == []
 
 
 def test_down_completes_open_requests(deployment: Deployment) -> None:

@@ -28,15 +28,16 @@ class Asked(threading.Thread):
     def __init__(self, deployment: Deployment, path: str, body: dict[str, Any], tell: threading.Event | None = None):
         super().__init__()
         self._url, self._body = f"http://127.0.0.1:{deployment.api}{path}", {"model": deployment.name, **body}
+        self._headers = deployment.headers
         self._tell = tell or threading.Event()
         self.status, self.raw, self.seconds = 0, b"", 0.0
         self.start()
 
     def run(self) -> None:
         begun = time.monotonic()
-        data, headers = json.dumps(self._body).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url, json.dumps(self._body).encode(), self._headers)
         try:
-            with urllib.request.urlopen(urllib.request.Request(self._url, data, headers), timeout=SECONDS) as answer:
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
                 self.status = answer.status
                 for line in answer:
                     self.raw += line
@@ -125,7 +126,7 @@ class Chat(threading.Thread):
     def __init__(self, deployment: Deployment, **more: Any) -> None:
         super().__init__()
         url = f"http://127.0.0.1:{deployment.api}/v1"
-        self._api = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=SECONDS)
+        self._api = openai.OpenAI(base_url=url, api_key=deployment.key or "none", max_retries=0, timeout=SECONDS)
         frame = len_in_tokens(deployment, "7") - 1
         content = "7" * (CONTEXT - TOKENS - frame)
         self._ask: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "model": deployment.name}

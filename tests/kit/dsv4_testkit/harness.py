@@ -68,6 +68,8 @@ class Deployment:
             seqs: concurrent requests of an engine.
         """
         self.name = name
+        self.key: str | None = None
+        """Key of callers, if the API requires one."""
         self.environment = {**os.environ, **(environment or {})}
         # Short because of the length limit of Ray's sockets.
         self.root = Path(tempfile.mkdtemp(prefix="d4-"))
@@ -140,12 +142,18 @@ class Deployment:
             else:
                 return found
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of a JSON request to the API."""
+        key = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        return {"Content-Type": "application/json", **key}
+
     def complete(self, prompt: str = "Hello", tokens: int = 4, timeout: float = 60.0) -> dict[str, Any]:
         body = {"model": self.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.api}/v1/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            self.headers,
         )
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return dict(json.load(response))
