@@ -72,9 +72,7 @@ def cluster() -> str | None:
     if "cluster" in required():
         # Built before its first test.
         return None
-    # Without Prometheus or KubeRay only their tests are skipped.
-    needed = {name: module for name, module in build.MODULES.items() if name not in ("kuberay", "prometheus")}
-    if missing := [name for name, module in needed.items() if not build.folder(module).is_dir()]:
+    if missing := build.unbuilt(*build.REQUIRED):
         return f"not built yet: {', '.join(missing)} (`make cluster-build`, ten minutes and more)"
     return None
 

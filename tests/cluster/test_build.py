@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from clusterkit import build, needs
+from clusterkit.layout import Settings
 from clusterkit.waiting import ClusterError
 
 
@@ -17,6 +18,11 @@ def test_every_module_is_pinned(name: str) -> None:
     assert (source / "go.sum").stat().st_size > 0
     module = build.MODULES[name]
     assert re.search(rf"\b{re.escape(module.versioned)} v[0-9]", (source / "go.mod").read_text())
+
+
+def test_the_ring_needs_no_module_that_only_other_clusters_need() -> None:
+    assert set(build.MODULES) == {*build.REQUIRED, *build.OPTIONAL, *build.K3S}
+    assert {*Settings(nodes=1, fake=1).modules} <= {*build.REQUIRED}
 
 
 def test_all_parts_of_kubernetes_have_its_version() -> None:

@@ -55,7 +55,7 @@ def main() -> int:
             print(build.built(said.module))
         case "prepare":
             lifetime.prepare(Settings(nodes=1, fake=1))
-            for module in ("helm", "kuberay", "prometheus"):
+            for module in (*build.REQUIRED, *build.OPTIONAL):
                 build.built(module)
             images.base()
         case "load":

@@ -146,6 +146,10 @@ MODULES = {
 }
 
 
+REQUIRED = ("kubernetes", "kwok", "coredns", "helm")
+"""Modules without which the cluster ring of the tests is left out."""
+OPTIONAL = ("kuberay", "prometheus")
+"""Modules without which only their tests are skipped."""
 K3S = ("kine", "kuberouter", "helmcontroller", "helm3")
 """Parts of k3s that are Go modules; only the clusters and tests that need them build them."""
 
