@@ -38,6 +38,13 @@ def raise_file_limit() -> None:
 
 
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+_NETWORK = frozenset(
+    {
+        *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE),
+        *(errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH),
+    }
+)
+"""Errors that are no consequence of a shortage."""
 
 
 def own_shortage(error: BaseException | None) -> OSError | None:
@@ -46,10 +53,26 @@ def own_shortage(error: BaseException | None) -> OSError | None:
 
     A request or a reading of /proc that fails for this reason proves nothing about the process at the other end.
     """
+    unclear = False
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _SHORTAGES:
-            return error
+        if isinstance(error, OSError):
+            if error.errno in _SHORTAGES:
+                return error
+            unclear |= not isinstance(error, TimeoutError) and error.errno not in _NETWORK
         error = error.__cause__ or error.__context__
+    return _present_shortage() if unclear else None
+
+
+def _present_shortage() -> OSError | None:
+    """Return the error of opening a file now, if it is a shortage.
+
+    The resolution of a name fails with any number then: with libnss-mdns, which Ubuntu installs, with that of an
+    earlier call.
+    """
+    try:
+        os.close(os.open("/", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        return error if error.errno in _SHORTAGES else None
     return None
 
 

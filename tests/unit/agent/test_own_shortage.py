@@ -78,11 +78,32 @@ async def test_a_lack_of_descriptors_differs_from_a_closed_port(work: Callable[[
     with pytest.raises(AGENT_ERRORS) as refused:
         await work()
     assert own_shortage(refused.value) is None
-    with no_descriptors(), pytest.raises(AGENT_ERRORS) as short:
-        await work()
-    found = own_shortage(short.value)
+    with no_descriptors():
+        with pytest.raises(AGENT_ERRORS) as short:
+            await work()
+        found = own_shortage(short.value)
     assert found is not None
     assert found.errno == errno.EMFILE
+
+
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
+        # Of the resolution of a name; the numbers are those of libnss-mdns without a free descriptor.
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), True),
+        (OSError(errno.EBUSY, "Device or resource busy"), True),
+        (OSError(errno.EINVAL, "Invalid argument"), True),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), False),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), False),
+        (TimeoutError(), False),
+        (ValueError(), False),
+    ],
+)
+def test_an_error_without_a_cause_is_one_of_the_present_shortage(error: Exception, short: bool) -> None:
+    assert own_shortage(error) is None
+    with no_descriptors():
+        found = own_shortage(error)
+    assert (found is not None and found.errno == errno.EMFILE) is short
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNRESET, 0])

@@ -1083,13 +1083,16 @@ MEMBER = (
     Mutant(
         "a lack of descriptors is no reason",
         "runtime/dsv4_runtime/util/files.py",
-        "error.errno in _SHORTAGES",
-        "error.errno == 0",
-        (
-            "tests/unit/agent/test_own_shortage.py",
-            "-k",
-            "differs or cause",
-        ),
+        "            if error.errno in _SHORTAGES:\n",
+        "            if error.errno == 0:\n",
+        ("tests/unit/agent/test_own_shortage.py", "-k", "differs or cause"),
+    ),
+    Mutant(
+        "a name that cannot be resolved for lack of descriptors is no shortage",
+        "runtime/dsv4_runtime/util/files.py",
+        "return _present_shortage() if unclear else None",
+        "return None",
+        ("tests/unit/agent/test_own_shortage.py", "-k", "without_a_cause"),
     ),
     Mutant(
         "a process that cannot be read has ended",
