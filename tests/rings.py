@@ -32,7 +32,7 @@ class Ring:
     lacks: Callable[[], str | None]
     """Reason why this machine cannot run it; None if it can."""
     minutes: int
-    """Usual duration on two processors (Intel Xeon, 2026-11-27)."""
+    """Usual duration on two processors (AMD EPYC, 2026-11-28)."""
     options: tuple[str, ...] = ()
     """Options of pytest."""
     computes: bool = False
@@ -117,7 +117,7 @@ RINGS = (
         computes=True,
     ),
     # `make engine-test`, `make cluster-test` and `make release-check` also run the tests marked `long`.
-    Ring("engine", ("engine",), engine, 15, options=("-m", "not long")),
+    Ring("engine", ("engine",), engine, 13, options=("-m", "not long")),
     # Tests wait most of the time for the control plane.
     Ring("cluster", ("cluster",), cluster, 10, options=("-n", "2", "-m", "not long")),
     # Serves the Nano model on this machine's GPUs, with the vLLM that is installed for them.
