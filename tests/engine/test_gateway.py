@@ -471,7 +471,8 @@ def test_a_life_with_secrets_leaves_none_anywhere(deployment: Deployment, tmp_pa
     assert len(commands) > 5
     assert with_canaries("\n".join(commands).encode()) == []
 
-    # The deaths have created evidence, and the requests during them entries in the gateway's log.
+    # The deaths before have created evidence, and the requests during them entries in the gateway's log.
+    assert deployment.group()["history"]
     archive = tmp_path / "evidence.tar.gz"
     for words in (
         ("status", "nano", "-o", "yaml"),

@@ -283,7 +283,8 @@ def test_an_exhausted_budget_ends_the_deployment_and_is_reported(deployment: Dep
     exhausted = next(found for found in status["conditions"] if found["type"] == "RecoveryExhausted")
     assert exhausted["status"] == "True"
     assert f"used up its {budget} restarts" in exhausted["message"]
-    assert status["groups"][0]["lastFailure"]["level"] == 3
+    last = status["groups"][0]["lastFailure"]
+    assert (last["cause"], last["culpritRank"], last["level"]) == ("EngineCoreDied", 0, 3)
     with pytest.raises(urllib.error.HTTPError) as refused:
         deployment.complete()
     with refused.value as error:
