@@ -403,7 +403,7 @@ async def _loop(
         end()
     adopt()
     await front.start(processes)
-    unsaved: DSV4Deployment | None = deployment
+    unsaved: DSV4Deployment | None = None
 
     async def save(changed: DSV4Deployment) -> None:
         # In memory the status outlives this process and a full disk.
@@ -437,6 +437,8 @@ async def _loop(
         save=save,
     )
     try:
+        # An earlier loop may have left it in memory only, and the first reconcile replaces its conditions.
+        await write(deployment)
         failures = 0
         drained = False
         while True:

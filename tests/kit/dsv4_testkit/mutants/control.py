@@ -485,6 +485,13 @@ CONTROL = (
         ("tests/unit/local/test_full_disk.py",),
     ),
     Mutant(
+        "the next loop hides that the status is not saved",
+        f"{_OPERATOR}/controller/standalone.py",
+        "        await write(deployment)\n        failures = 0\n",
+        "        failures = 0\n",
+        ("tests/unit/local/test_full_disk.py",),
+    ),
+    Mutant(
         "a deletion or a suspension is over before its last fence",
         f"{_OPERATOR}/lifecycle/decide.py",
         'ending, ending.model_copy(update={"phase": target}))',
