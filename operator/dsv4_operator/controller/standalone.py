@@ -341,6 +341,10 @@ class _Front:
         """See `LocalGateways.expect`."""
         self._gateways.expect(due)
 
+    def due(self) -> float:
+        """See `LocalGateways.due`."""
+        return self._gateways.due()
+
     def close(self) -> None:
         """Stop listening for the dashboard."""
         self._publisher.close()
@@ -423,7 +427,8 @@ async def _loop(
             unsaved = None
             reconciler.report(_STORAGE, None)
 
-    passes = Passes(time.monotonic())
+    # Overdue since the latest success, of an earlier loop too.
+    passes = Passes(min(time.monotonic(), front.due()))
 
     async def tell() -> None:
         while True:

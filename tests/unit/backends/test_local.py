@@ -15,8 +15,10 @@ import aiohttp
 import pytest
 
 from dsv4_operator.api import DSV4Deployment, parse
+from dsv4_operator.backends.local import backend as local_backend
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import OUTSIDE
 from dsv4_runtime.contract import WeightsSource
@@ -141,6 +143,26 @@ async def test_members_that_download_get_the_network_of_the_machine(
     await over(lambda: backend.fence(world.deployment, 0, 1), 15.0)
     await backend.close()
     await processes.close()
+
+
+async def test_the_next_loop_plans_with_the_memory_that_running_members_hold(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two groups one may die after a restart of the loop: its successor has the memory of the first plan."""
+    await formed(world, 1)
+    before = (await world.local.facts(world.deployment)).nodes[0].memory_bytes
+    monkeypatch.setattr(local_backend, "available_memory", lambda: 7)
+    card = Card(0, "GPU-0", "NVIDIA GB10", (12, 1), memory_bytes=2**30, free_bytes=7, holders=((1, 5),))
+    await world.close()
+    world.connect()
+    world.local._cards = (card,)
+    (node,) = (await world.local.facts(world.deployment)).nodes
+    assert node.memory_bytes == before
+    assert [(gpu.free_bytes, gpu.taken_by) for gpu in node.gpus] == [(None, "")]
+    await fenced(world, 1)
+    world.local._cards = ()
+    (node,) = (await world.local.facts(world.deployment)).nodes
+    assert node.memory_bytes == 7, "it is measured again when no member runs"
 
 
 async def test_an_agent_that_does_not_answer_delays_no_reconciliation(world: LocalWorld) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +23,14 @@ from dsv4_operator.api import (
     load,
 )
 from dsv4_operator.backends.hosts.documents import HOST_KEY, INVENTORY
+from dsv4_operator.backends.local.backend import LocalBackend
 from dsv4_operator.backends.local.gateway import bind_loopback
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.controller import standalone
 from dsv4_operator.controller.queue import wait_for
 from dsv4_testkit.supervised import Supervised
+from dsv4_testkit.waiting import until
 
 NANO = (Path(__file__).parents[3] / "examples" / "nano.yaml").read_text()
 HOSTS = "hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]"
@@ -128,6 +132,7 @@ class Gateways:
 
     def __init__(self) -> None:
         self.serving, self.started, self.stopped = asyncio.Event(), asyncio.Event(), False
+        self.expected = [math.inf]
 
     async def start(self, listener: str) -> None:
         assert listener == "api"
@@ -135,6 +140,36 @@ class Gateways:
 
     async def stop(self) -> None:
         self.stopped = True
+
+    def due(self) -> float:
+        return self.expected[-1]
+
+    def expect(self, due: float) -> None:
+        self.expected.append(due)
+
+
+@pytest.mark.parametrize("before", [-1000.0, 1000.0])
+async def test_loops_that_end_in_their_first_reconcile_are_overdue_since_the_latest_success(
+    state: DeploymentState, supervised: Supervised, monkeypatch: pytest.MonkeyPatch, before: float
+) -> None:
+    async def hang(*_: object, **__: object) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    monkeypatch.setattr(standalone.Reconciler, "reconcile", hang)
+    gateways, begun = Gateways(), time.monotonic()
+    gateways.expected = [begun + before]
+    for _ in range(2):
+        processes, count = supervised.again(), len(gateways.expected)
+        backend = LocalBackend(state, processes, isolated=False, changed=lambda: None)
+        front = standalone._Front(gateways, "127.0.0.1", load(NANO), started=False)  # type: ignore[arg-type]
+        loop = asyncio.create_task(standalone._loop(state, load(NANO), processes, backend, front, asyncio.Event()))
+        await until(lambda count=count: len(gateways.expected) >= count + 2)
+        loop.cancel()
+        await asyncio.wait({loop})
+    # A time in the future is that of a pause, which the next loop does not continue.
+    (due,) = set(gateways.expected[1:])
+    assert due == begun + before if before < 0 else begun <= due <= time.monotonic()
 
 
 @pytest.mark.parametrize("opens", ["no upgrade", "a group serves", "the upgrade has ended", "it takes long", "never"])

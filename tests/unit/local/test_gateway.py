@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.spec import GatewaySpec
+from dsv4_operator.backends.local import gateway as local_gateway
 from dsv4_operator.backends.local import supervisor
 from dsv4_operator.backends.local.gateway import (
     HANDOVER,
@@ -329,6 +330,9 @@ async def test_gateways_export_for_how_long_the_loop_is_overdue(tmp_path: Path, 
         await _overdue(url, lambda found: min(found) >= 1000)
         await processes.close()
         gateways, processes, url = await started(deployment(), state, [AWAY], supervised)
+        # The next loop continues with it, until a reconcile succeeds: loops may end before that, again and again.
+        assert gateways.due() < time.monotonic() - 1000
+        gateways.expect(Passes(min(time.monotonic(), gateways.due())).expected(time.monotonic()))
         await _overdue(url, lambda found: min(found) >= 1000)
         gateways.expect(time.monotonic() + 3600)
         await _overdue(url, lambda found: found == [0.0, 0.0])
@@ -465,6 +469,31 @@ async def test_a_stopped_gateway_loses_no_request_and_a_frozen_one_is_replaced(
     finally:
         await gateways.stop()
         await processes.close()
+
+
+async def test_an_adopted_gateway_has_no_minute_to_start(
+    tmp_path: Path, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loops that are replaced again and again would keep a gateway that hangs."""
+    starting: list[bool] = []
+
+    class Recorded(supervisor.Liveness):
+        def __init__(self, pid: int, now: float, *, starts: bool) -> None:
+            starting.append(starts)
+            super().__init__(pid, now, starts=starts)
+
+    monkeypatch.setattr(local_gateway, "Liveness", Recorded)
+    for loop, start_seconds in enumerate((3600.0, 3600.0, 0.0)):
+        monkeypatch.setattr(local_gateway, "START_SECONDS", start_seconds)
+        gateways, processes, _ = await started(deployment(), DeploymentState(tmp_path, "n"), [AWAY], supervised)
+        await until(lambda loop=loop: len(starting) == 2 * (loop + 1))
+        for gateway in gateways._all if loop < 2 else ():
+            assert gateway._supervisor is not None
+            gateway._supervisor.cancel()
+        if loop == 2:
+            await gateways.stop()
+        await processes.close()
+    assert starting == [True, True, True, True, False, False]
 
 
 def _post(body: dict[str, object], **headers: str) -> bytes:

@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import gpus, network
@@ -53,6 +53,8 @@ _QUERY_SECONDS, _MOST_ANSWER_BYTES = 2.0, 1 << 20
 """Limits of a request of `query_members`."""
 _MEMBER = re.compile(r"g(\d+)/i(\d+)/m(\d+)")
 """Names of the members' processes: group, incarnation, rank."""
+_FREE = "free-memory"
+"""Name of the kept file with the bytes that were free when last no member ran."""
 _END_BYTES = 4096
 """Bytes of a member's log that are read after its end: the last line counts."""
 _DOWNLOADED = frozenset({WeightsSource.HUGGING_FACE, WeightsSource.S3, WeightsSource.HTTP})
@@ -150,6 +152,10 @@ class LocalBackend(OwnGateways):
             self._follow(plan, member, child)
             _log.info("adopted rank %d of incarnation %d (process %d)", rank, incarnation, child.pid)
 
+    @property
+    def _running(self) -> bool:
+        return any(running.ended is None for running in self._members.values())
+
     async def close(self) -> None:
         """See `Backend`."""
         requests = [running.request for running in self._members.values() if running.request is not None]
@@ -160,9 +166,13 @@ class LocalBackend(OwnGateways):
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
         """See `Backend`."""
-        if self._free is None or all(running.ended is not None for running in self._members.values()):
+        if not self._running:
             self._free = available_memory()
             self._cards = await asyncio.to_thread(gpus.refresh, self._cards)
+        elif self._free is None:
+            # Adopted members hold memory that an earlier loop measured.
+            self._free = int(self._processes.kept_text(_FREE) or available_memory())
+            self._cards = tuple(replace(card, free_bytes=None, holders=()) for card in self._cards)
         if self._unsafe_copies is None:
             # At most once after a start of the machine it takes longer than 2 s.
             record = self._state.directory / PEER_COPIES
@@ -180,6 +190,8 @@ class LocalBackend(OwnGateways):
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:
         """See `Backend`."""
+        if self._free is not None and not self._running:
+            self._processes.keep_text(_FREE, str(self._free))
         self._state.save_token_key(self._token_key)
         file = self._state.incarnation(plan.incarnation, plan.group) / "plan.json"
         file.parent.mkdir(exist_ok=True)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ from typing import IO
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, PortsSpec
 from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState, StateError
-from dsv4_operator.backends.local.supervisor import Child, Liveness, Processes
+from dsv4_operator.backends.local.supervisor import START_SECONDS, Child, Liveness, Processes
 from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.status import page_failures
 from dsv4_operator.planning.facts import Facts
@@ -354,6 +355,13 @@ class LocalGateways:
         if _LOOP in self._processes.kept:
             os.pwrite(self._processes.kept[_LOOP], LOOP_DUE.pack(due), 0)
 
+    def due(self) -> float:
+        """Return the latest time of `expect`, of an earlier loop too; infinity without the file."""
+        if _LOOP not in self._processes.kept:
+            return math.inf
+        found: tuple[float] = LOOP_DUE.unpack(os.pread(self._processes.kept[_LOOP], LOOP_DUE.size, 0))
+        return found[0]
+
     async def stop(self) -> None:
         """Drain and end the gateways."""
         await asyncio.gather(*(gateway.stop() for gateway in self._all))
@@ -505,7 +513,9 @@ class _GatewayProcess:
 
     async def _fails(self, process: Child) -> str:
         """Wait until `process` ends or hangs; return how."""
-        liveness = Liveness(process.pid, time.monotonic())
+        # An adopted process has usually started long ago.
+        starts = time.time() - process.started < START_SECONDS
+        liveness = Liveness(process.pid, time.monotonic(), starts=starts)
         end, blind = asyncio.create_task(process.wait()), False
         try:
             while not end.done():

@@ -65,12 +65,13 @@ NETWORK, OUTSIDE, LOCK = "network", "outside", "lock"
 class Liveness:
     """Judges whether a process hangs, by its responses and its processor time. Times are monotonic."""
 
-    def __init__(self, pid: int, now: float) -> None:
+    def __init__(self, pid: int, now: float, *, starts: bool = True) -> None:
+        """Count from `now` on; `starts`: the process may still start, and has longer until its first response."""
         self.pid = pid
         self._responded = self._progressed = self._judged = now
         activity = _activity(pid)
         self._begun = self._ticks = activity[1] if activity is not None else None
-        self._first = True
+        self._first = starts
         self.resumed = False
 
     @property

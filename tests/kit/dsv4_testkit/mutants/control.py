@@ -478,6 +478,27 @@ CONTROL = (
         ("tests/unit/local/test_gateway.py",),
     ),
     Mutant(
+        "each loop is overdue only since its own start",
+        f"{_OPERATOR}/controller/standalone.py",
+        "Passes(min(time.monotonic(), front.due()))",
+        "Passes(time.monotonic())",
+        ("tests/unit/hosts/test_loop.py",),
+    ),
+    Mutant(
+        "an adopted gateway counts as one that starts",
+        f"{_OPERATOR}/backends/local/gateway.py",
+        "time.monotonic(), starts=starts)",
+        "time.monotonic())",
+        ("tests/unit/local/test_gateway.py",),
+    ),
+    Mutant(
+        "the next loop measures the memory that running members left",
+        f"{_OPERATOR}/backends/local/backend.py",
+        "int(self._processes.kept_text(_FREE) or available_memory())",
+        "available_memory()",
+        ("tests/unit/backends/test_local.py",),
+    ),
+    Mutant(
         "a full disk stops the status",
         f"{_OPERATOR}/controller/standalone.py",
         "        processes.keep_text(STATUS, changed.to_json())\n        await write(changed)\n",
