@@ -16,7 +16,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from dsv4_operator.api import ConditionStatus, ConditionType, DSV4Deployment, GroupPhase, Hardware, Reason
+from dsv4_operator.api import (
+    ConditionStatus,
+    ConditionType,
+    DeploymentPhase,
+    DSV4Deployment,
+    GroupPhase,
+    Hardware,
+    Reason,
+)
 from dsv4_operator.backends.base import Backend, BackendError
 from dsv4_operator.backends.hosts.backend import HostsBackend
 from dsv4_operator.backends.hosts.documents import DOWN, HOST_KEY, INVENTORY, InvalidInventory, load_inventory
@@ -46,6 +54,7 @@ from dsv4_operator.planning.catalog import DASHBOARD_PORT
 from dsv4_operator.planning.setup import head_ports
 from dsv4_runtime.contract.gateway import GroupRoute
 from dsv4_runtime.contract.recovery import backoff
+from dsv4_runtime.util.clock import unix_time
 from dsv4_runtime.util.files import format_logs, log_to, replace_file
 
 _log = logging.getLogger("dsv4")
@@ -181,7 +190,12 @@ def _saved(state: DeploymentState) -> DSV4Deployment:
     if earlier is None:
         return deployment
     # A loss of power leaves the status of a deployment that is ready, which a client would take for the present one.
-    unknown = {"status": ConditionStatus.FALSE, "reason": Reason.GROUP_STOPPED, "message": "the loop was started"}
+    unknown = {
+        "status": ConditionStatus.FALSE,
+        "reason": Reason.GROUP_STOPPED,
+        "message": "the loop was started",
+        "last_transition_time": unix_time(),
+    }
     conditions = tuple(
         condition.model_copy(update=unknown)
         if condition.type is ConditionType.READY and condition.status is ConditionStatus.TRUE
@@ -193,7 +207,10 @@ def _saved(state: DeploymentState) -> DSV4Deployment:
         group.model_copy(update={"restarts": ()}) if group.phase is GroupPhase.STOPPED else group
         for group in earlier.status.groups
     )
-    status = earlier.status.model_copy(update={"conditions": conditions, "groups": groups})
+    changed = {"conditions": conditions, "groups": groups, "ready_replicas": 0}
+    if conditions != earlier.status.conditions:
+        changed["phase"] = DeploymentPhase.PENDING
+    status = earlier.status.model_copy(update=changed)
     return deployment.model_copy(update={"status": status})
 
 

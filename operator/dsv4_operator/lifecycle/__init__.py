@@ -13,4 +13,12 @@ from dsv4_operator.lifecycle.decide import (
     record_evidence,
 )
 from dsv4_operator.lifecycle.rollout import decide_groups, versions, with_accepted
-from dsv4_operator.lifecycle.status import Event, EventType, compute_status, events, given_up, refused_status
+from dsv4_operator.lifecycle.status import (
+    Event,
+    EventType,
+    compute_status,
+    events,
+    given_up,
+    refused_status,
+    update_status,
+)

@@ -23,6 +23,7 @@ from dsv4_operator.api import (
     RolloutStatus,
 )
 from dsv4_operator.api.deployment import PAUSED, is_paused
+from dsv4_operator.api.findings import Finding
 from dsv4_operator.api.values import format_duration, format_time
 from dsv4_operator.lifecycle.observed import UNREACHED, UNTRIED
 from dsv4_operator.lifecycle.watch import ALIVE, same_death
@@ -61,6 +62,10 @@ _UNDER_WAY = {
     GroupPhase.UPDATING: (Reason.UPDATE_STARTED, "it is being ended because the specification changed"),
     GroupPhase.DRAINING: (Reason.GROUP_STOPPING, "it is being stopped"),
 }
+_OF_GROUPS = frozenset(
+    (Reason.STEADY, Reason.PAUSED, Reason.MOVE_BLOCKED, Reason.GROUP_MOVING, *(one for one, _ in _UNDER_WAY.values()))
+)
+"""Reasons of the condition Progressing that follow from the groups alone."""
 _ENDS = frozenset({GroupPhase.UPDATING, GroupPhase.DRAINING})
 _GONE = frozenset({GroupPhase.SUSPENDED, GroupPhase.STOPPED})
 
@@ -132,6 +137,22 @@ def compute_status(
         removed_incarnation=max(previous.removed_incarnation if previous is not None else 0, removed),
         groups=ordered,
     )
+
+
+def update_status(deployment: DSV4Deployment, groups: Iterable[GroupStatus], now: float) -> DeploymentStatus:
+    """Return the saved status of `deployment` with newer reports of its members, for a loop that does not respond.
+
+    A refusal and failing parts of its reconciles stay: members know nothing about them.
+    """
+    saved, refusal = deployment.status, None
+    accepted, progress = saved.condition(ConditionType.ACCEPTED), saved.condition(ConditionType.PROGRESSING)
+    if accepted is not None and accepted.status is not ConditionStatus.TRUE:
+        refusal = PlanRefused(accepted.reason, Finding("", accepted.reason, accepted.message))
+    status = compute_status(deployment, groups, refusal, saved.endpoint, saved.ray_dashboard, saved, now)
+    if progress is None or progress.reason in _OF_GROUPS:
+        return status
+    conditions = [progress if each.type is progress.type else each for each in status.conditions]
+    return status.model_copy(update={"conditions": tuple(conditions)})
 
 
 def _without_removed(

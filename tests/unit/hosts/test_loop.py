@@ -87,10 +87,15 @@ def test_after_a_loss_of_power_nothing_is_ready(state: DeploymentState) -> None:
     true = {"status": ConditionStatus.TRUE, "reason": Reason.ENGINE_READY, "message": "", "lastTransitionTime": 1.0}
     kinds = (ConditionType.ACCEPTED, ConditionType.READY)
     conditions = tuple(Condition.model_validate({**true, "type": kind}) for kind in kinds)
-    earlier = DeploymentStatus(phase=DeploymentPhase.SERVING, conditions=conditions)
+    earlier = DeploymentStatus(phase=DeploymentPhase.SERVING, conditions=conditions, ready_replicas=1)
     state.save_object(load(NANO).model_copy(update={"status": earlier}))
+    begun = time.time() - 1
     found = standalone._saved(state).status
     assert [each.status for each in found.conditions] == [ConditionStatus.TRUE, ConditionStatus.FALSE]
+    assert (found.phase, found.ready_replicas) == (DeploymentPhase.PENDING, 0)
+    accepted, ready = found.conditions
+    assert accepted == conditions[0]
+    assert ready.last_transition_time >= begun, "it is not ready since now, and not since it became ready"
 
 
 def test_after_an_end_on_request_the_restart_budget_is_whole(state: DeploymentState) -> None:

@@ -14,13 +14,15 @@ from dsv4_operator.api import (
     DeploymentStatus,
     GroupPhase,
     GroupStatus,
+    MoveStatus,
     Reason,
 )
 from dsv4_operator.api.deployment import PAUSED
+from dsv4_operator.api.findings import Finding
 from dsv4_operator.api.status import read_status
-from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status
+from dsv4_operator.lifecycle import Event, EventType, compute_status, events, refused_status, update_status
 from dsv4_operator.lifecycle.observed import UNTRIED
-from dsv4_operator.lifecycle.status import undetermined
+from dsv4_operator.lifecycle.status import Problem, undetermined
 from dsv4_operator.planning import PlanRefused
 from dsv4_runtime.contract import Cause, EngineStatus, KernelStatus, Phase, ProviderStatus
 
@@ -167,6 +169,35 @@ def test_a_refused_change_is_not_ready_although_the_old_one_serves(scene: Scene)
     status = status_of(scene, refusal=scene.look().refusal)
     assert (status.ready_replicas, status.observed_generation) == (1, 2)
     assert "Ready" not in true(status)
+
+
+def test_reports_of_members_hide_neither_a_refusal_nor_a_problem(scene: Scene) -> None:
+    """`dsv4 status` reads the members when the loop does not respond."""
+    scene.serve()
+    assert scene.kept is not None
+    refused = PlanRefused(Reason.MEMORY_SHORT, Finding("", Reason.MEMORY_SHORT, "1 GiB is free; end other programs"))
+    problem = Problem("the state directory cannot be written; make space there", None, Reason.STATE_NOT_SAVED)
+    restarting = scene.kept.model_copy(update={"phase": GroupPhase.RESTARTING})
+    for refusal, problems in ((refused, [problem]), (refused, []), (None, [problem]), (None, [])):
+        saved = compute_status(scene.deployment, [scene.kept], refusal, URL, None, None, scene.now, problems=problems)
+        known = scene.deployment.model_copy(update={"status": saved})
+        assert update_status(known, [scene.kept], scene.now + 5) == saved
+        found = update_status(known, [restarting], scene.now + 5)
+        assert "Ready" not in true(found)
+        assert found.condition(ConditionType.ACCEPTED) == saved.condition(ConditionType.ACCEPTED)
+        assert reason(found, ConditionType.PROGRESSING) is (
+            Reason.STATE_NOT_SAVED if problems else Reason.ENGINE_RESTARTING
+        )
+
+
+@pytest.mark.parametrize("phase", GroupPhase)
+def test_progress_without_a_problem_follows_from_the_groups(scene: Scene, phase: GroupPhase) -> None:
+    move = MoveStatus(nodes=("a",), blocked="no node is free")
+    for group in (GroupStatus(index=0, phase=phase), GroupStatus(index=0, phase=phase, move=move)):
+        saved = compute_status(scene.deployment, [group], None, URL, None, None, scene.now)
+        known = scene.deployment.model_copy(update={"status": saved})
+        serving = GroupStatus(index=0, phase=GroupPhase.SERVING)
+        assert reason(update_status(known, [serving], scene.now), ConditionType.PROGRESSING) is Reason.STEADY
 
 
 def test_suspend(scene: Scene) -> None:

@@ -25,7 +25,7 @@ from dsv4_operator.backends.local.network import children, outside_ids
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import PEER_COPIES, DeploymentState, collect_evidence
 from dsv4_operator.backends.local.supervisor import NETWORK, OUTSIDE, Child, LoopReport, Processes
-from dsv4_operator.lifecycle import compute_status
+from dsv4_operator.lifecycle import update_status
 from dsv4_operator.lifecycle.observed import GroupKey, Observed, ObservedMember, ObservedProcess
 from dsv4_operator.lifecycle.watch import watch
 from dsv4_operator.planning.facts import Facts
@@ -419,9 +419,7 @@ def query_members(state: DeploymentState, found: DSV4Deployment, report: LoopRep
         heard = heard or any(status is not None for status in reports)
         observed = Observed(GroupKey.of(found, group.index), members)
         groups.append(watch(group, observed, generation=found.metadata.generation, now=now))
-    status = found.status
-    status = compute_status(found, groups, None, status.endpoint, status.ray_dashboard, status, now)
-    return found.model_copy(update={"status": status}), heard
+    return found.model_copy(update={"status": update_status(found, groups, now)}), heard
 
 
 def _query(report: LoopReport, member: MemberPlan, token: str) -> AgentStatus | None:

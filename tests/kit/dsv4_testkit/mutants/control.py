@@ -499,6 +499,27 @@ CONTROL = (
         ("tests/unit/backends/test_local.py",),
     ),
     Mutant(
+        "beside a silent loop a refused specification is accepted",
+        f"{_OPERATOR}/lifecycle/status.py",
+        "    if accepted is not None and accepted.status is not ConditionStatus.TRUE:\n",
+        "    if accepted is None:\n",
+        ("tests/unit/lifecycle/test_status_and_events.py",),
+    ),
+    Mutant(
+        "beside a silent loop no part fails",
+        f"{_OPERATOR}/lifecycle/status.py",
+        "    if progress is None or progress.reason in _OF_GROUPS:\n",
+        "    if progress is not None:\n",
+        ("tests/unit/lifecycle/test_status_and_events.py",),
+    ),
+    Mutant(
+        "after a loss of power it is not ready since it became ready",
+        f"{_OPERATOR}/controller/standalone.py",
+        '        "last_transition_time": unix_time(),\n',
+        "",
+        ("tests/unit/hosts/test_loop.py",),
+    ),
+    Mutant(
         "a full disk stops the status",
         f"{_OPERATOR}/controller/standalone.py",
         "        processes.keep_text(STATUS, changed.to_json())\n        await write(changed)\n",
