@@ -215,10 +215,13 @@ class _Path:
             middle = (low + high) // 2
             if await self._arrives(middle, _SHORT_WAITS):
                 low = middle
-            elif await self._arrives(SMALLEST, _LONG_WAITS):
-                high = middle
-            else:
+            elif not await self._arrives(SMALLEST, _LONG_WAITS):
                 return 0
+            elif await self._once(middle, _SHORT_WAITS[0]):
+                # The other side was late before, for example paused.
+                low = middle
+            else:
+                high = middle
         return low
 
     async def _arrives(self, size: int, tries: Sequence[float]) -> bool:

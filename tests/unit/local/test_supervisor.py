@@ -23,6 +23,7 @@ from dsv4_operator.backends.local.supervisor import (
     read_report,
 )
 from dsv4_testkit.supervised import Supervised, frozen
+from dsv4_testkit.waiting import wait_until
 
 # Only a bound: a busy machine may take long.
 SECONDS = 60.0
@@ -186,6 +187,23 @@ def test_a_lack_of_descriptors_ends_nothing(world: World) -> None:
     assert psutil.pid_exists(first["child"])
     supervisor.rlimit(psutil.RLIMIT_NOFILE, limits)
     assert world.life(2)["child"] == first["child"]
+
+
+def test_a_kept_text_can_be_read_while_it_is_replaced(supervised: Supervised, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes, publish = supervised.again(), supervisor.Supervisor._publish
+    processes.keep_text(supervisor.STATUS, "one")
+    wait_until(lambda: read_kept_status(os.getpid()) == "one")
+
+    def late(self: supervisor.Supervisor) -> None:
+        time.sleep(0.3)
+        publish(self)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(supervisor.Supervisor, "_publish", late)
+    processes.keep_text(supervisor.STATUS, "two")
+    read: list[str | None] = []
+    wait_until(lambda: read.append(read_kept_status(os.getpid())) or read[-1] == "two")  # type: ignore[func-returns-value]
+    assert set(read) == {"one", "two"}
 
 
 def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(tmp_path: Path) -> None:

@@ -316,12 +316,14 @@ class Supervisor:
                 if (child := self._children.get(name)) and child.code is not None:
                     del self._children[name]
             case "keep":
-                if name in self._kept:
-                    os.close(self._kept.pop(name))
+                earlier = self._kept.get(name)
                 self._kept[name] = files.pop()
                 if name == NETWORK:
                     network.enter(self._kept[name])
                 self._publish()
+                if earlier is not None:
+                    # Only now: the report names a file that can be read, even if this process is stopped here.
+                    os.close(earlier)
                 if message["reply"]:
                     self._send({"reply": "keep", "name": name, "number": self._kept[name]})
         for descriptor in files:
