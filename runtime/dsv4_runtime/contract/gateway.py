@@ -258,6 +258,18 @@ class KindDeath(Report):
     """The same of requests that the engine of the death before also had."""
 
 
+class KindRefusal(Report):
+    """A refused kind; times are seconds of the machine's monotonic clock."""
+
+    kinds: tuple[Kind, ...]
+    engines: int
+    """Number of engines that died while they had such a request."""
+    death: float
+    """Time of the latest of these deaths."""
+    since: float
+    """An answer after this time ends the refusal."""
+
+
 class KindReport(Report):
     """Answer of a gateway process to `GET /dsv4/process/kinds`, for the others at its address."""
 
@@ -265,6 +277,8 @@ class KindReport(Report):
     """The latest, oldest first."""
     answered: tuple[tuple[float, tuple[Kind, ...]], ...] = ()
     """Combinations of features with the time of the latest complete answer, on the machine's monotonic clock."""
+    refused: tuple[KindRefusal, ...] = ()
+    """For a process that was replaced: it has observed no death."""
 
 
 PAGE_VERSION = 1

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dsv4_runtime.contract import Cause
-from dsv4_runtime.contract.gateway import FatalKind, Kind, KindDeath, KindReport
+from dsv4_runtime.contract.gateway import FatalKind, Kind, KindDeath, KindRefusal, KindReport
 from dsv4_runtime.gateway import errors
 from dsv4_runtime.gateway.admission import parse_object
 from dsv4_runtime.gateway.errors import RefusedError
@@ -108,14 +108,6 @@ class Refused:
         return self.death + min(REFUSED_SECONDS * 2.0 ** (self.engines - 2), MAX_REFUSED_SECONDS)
 
 
-@dataclass(slots=True)
-class _Observed:
-    """Requests at one death in this process."""
-
-    death: KindDeath
-    digests: dict[bytes, Kinds] = field(default_factory=dict)
-
-
 class FatalKinds:
     """Deaths and answers by kind, and the refused kinds."""
 
@@ -128,8 +120,10 @@ class FatalKinds:
         self.shared = False
         """Whether other processes have observations too; then `judge` is called after `take`."""
         self._answered: dict[Kinds, float] = {}
-        self._deaths: list[_Observed] = []
-        self._peers: dict[str, KindReport] = {}
+        self._deaths: dict[str, KindDeath] = {}
+        """By generation, with the observations of all processes."""
+        self._digests: dict[bytes, Kinds] = {}
+        """Requests of this process at its latest death with some."""
         self._refused: dict[Kinds, Refused] = {}
 
     def check(self, kinds: Kinds) -> None:
@@ -153,33 +147,66 @@ class FatalKinds:
         """Record a reported death and the requests that may have been in the engine, by digest."""
         if not is_of_requests(cause):
             return
-        before = next((observed.digests for observed in reversed(self._deaths) if observed.digests), {})
-        again = {kinds for digest, kinds in requests.items() if digest in before}
+        again = {kinds for digest, kinds in requests.items() if digest in self._digests}
         death = KindDeath(
             generation=generation,
             time=self._clock(),
             kinds=_listed(requests.values()),
             again=_listed(again),
         )
-        self._deaths = [*self._deaths[1 - _MAX_DEATHS :], _Observed(death, dict(requests))]
+        self._digests = dict(requests) or self._digests
+        self._record(death)
         if not self.shared:
             self.judge()
 
+    def _record(self, death: KindDeath) -> None:
+        """Add a death, or what another process observed at a known one."""
+        if (known := self._deaths.get(death.generation)) is not None:
+            death = KindDeath(
+                generation=death.generation,
+                time=min(death.time, known.time),
+                kinds=_listed(_sets((*death.kinds, *known.kinds))),
+                again=_listed(_sets((*death.again, *known.again))),
+            )
+        self._deaths[death.generation] = death
+        for old in sorted(self._deaths.values(), key=lambda death: death.time)[:-_MAX_DEATHS]:
+            del self._deaths[old.generation]
+
     @property
     def active(self) -> bool:
-        """Return whether a death is recent enough to matter for other processes."""
-        return bool(self._deaths) and self._clock() - self._deaths[-1].death.time < KEPT_SECONDS
+        """Return whether a refusal or a recent death depends on observations of other processes."""
+        recent = self._clock() - KEPT_SECONDS
+        return bool(self._refused) or any(death.time > recent for death in self._deaths.values())
 
     def report(self) -> KindReport:
-        """Return the observations of this process."""
+        """Return the observations of this process and of others: a process that replaces one of them needs these."""
         return KindReport(
-            deaths=tuple(observed.death for observed in self._deaths),
+            deaths=tuple(self._deaths.values()),
             answered=tuple((time, tuple(sorted(kinds))) for kinds, time in self._answered.items()),
+            refused=tuple(
+                KindRefusal(
+                    kinds=tuple(sorted(kind)),
+                    engines=refused.engines,
+                    death=refused.death,
+                    since=refused.since,
+                )
+                for kind, refused in self._refused.items()
+            ),
         )
 
-    def take(self, peer: str, report: KindReport) -> None:
-        """Use the observations of another process."""
-        self._peers[peer] = report
+    def take(self, report: KindReport) -> None:
+        """Add the observations of another process; its refusals count if they are stricter."""
+        for time, kinds in report.answered:
+            kind = frozenset(kinds)
+            self._answered[kind] = max(time, self._answered.get(kind, time))
+        for death in report.deaths:
+            self._record(death)
+        for one in report.refused:
+            kind, refused = frozenset(one.kinds), Refused(one.engines, one.death, one.since)
+            known = self._refused.get(kind)
+            if not self._is_over(kind, refused) and (known is None or known.engines < refused.engines):
+                self._refused[kind] = refused
+                self._changed()
 
     @property
     def found(self) -> tuple[FatalKind, ...]:
@@ -192,25 +219,21 @@ class FatalKinds:
         )
 
     def _last_answer(self, kinds: Kinds) -> float:
-        answers = [(time, answered) for answered, time in self._answered.items()]
-        for report in self._peers.values():
-            answers += [(time, frozenset(answered)) for time, answered in report.answered]
-        return max((time for time, answered in answers if kinds <= answered), default=float("-inf"))
+        return max((time for answered, time in self._answered.items() if kinds <= answered), default=float("-inf"))
+
+    def _is_over(self, kind: Kinds, refused: Refused) -> bool:
+        """Return whether an answer refutes a refusal, or it expired and no death renewed it."""
+        return self._last_answer(kind) > refused.since or self._clock() - refused.until > KEPT_SECONDS
 
     def _forget(self) -> None:
-        """Remove refusals that an answer refutes, and expired ones that no death renewed."""
-        now = self._clock()
-        for kind, refused in tuple(self._refused.items()):
-            if self._last_answer(kind) > refused.since or now - refused.until > KEPT_SECONDS:
-                del self._refused[kind]
+        self._refused = {kind: one for kind, one in self._refused.items() if not self._is_over(kind, one)}
 
     def judge(self) -> None:
         """Refuse the kind that explains the latest deaths, if there is one."""
         now = self._clock()
         self._forget()
-        deaths = merged(
-            [*(observed.death for observed in self._deaths), *(d for peer in self._peers.values() for d in peer.deaths)]
-        )
+        # Of engines that had requests.
+        deaths = sorted((death for death in self._deaths.values() if death.kinds), key=lambda death: death.time)
         if not deaths or (self.shared and now - deaths[-1].time < SETTLED_SECONDS):
             return
         kind = self._explanation(deaths)
@@ -251,21 +274,6 @@ class FatalKinds:
         if len(widest) != 1 or not all(widest[0] <= kinds for kinds in _sets(last.again)):
             return None
         return widest[0]
-
-
-def merged(deaths: Iterable[KindDeath]) -> list[KindDeath]:
-    """Return the deaths of engines that had requests, each once, with the requests of all processes, oldest first."""
-    found: dict[str, KindDeath] = {}
-    for death in deaths:
-        if (other := found.get(death.generation)) is not None:
-            death = KindDeath(
-                generation=death.generation,
-                time=min(death.time, other.time),
-                kinds=_listed(_sets((*death.kinds, *other.kinds))),
-                again=_listed(_sets((*death.again, *other.again))),
-            )
-        found[death.generation] = death
-    return sorted((death for death in found.values() if death.kinds), key=lambda death: death.time)
 
 
 def name(kinds: Kinds) -> str:

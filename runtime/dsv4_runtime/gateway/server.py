@@ -519,16 +519,18 @@ class Gateway:
         return FatalRequests(requests=tuple(sorted(found, key=lambda one: one.time)), kinds=own.kinds)
 
     async def _share_kinds(self) -> None:
-        """Read what the other processes at this address observed after deaths of engines."""
+        """Read the observations of the other processes at this address: at the start, and after deaths of engines."""
         kinds = self._proxy.suspects.kinds
         kinds.shared = bool(self._peers)
+        unheard = set(self._peers)
         while kinds.shared:
-            await asyncio.sleep(_SHARE_KINDS_SECONDS)
-            if kinds.active:
+            if unheard or kinds.active:
                 for peer, text in zip(self._peers, await self._ask_peers("kinds"), strict=True):
                     with contextlib.suppress(ValueError):
-                        kinds.take(peer, KindReport.model_validate_json(text))
+                        kinds.take(KindReport.model_validate_json(text))
+                        unheard.discard(peer)
                 kinds.judge()
+            await asyncio.sleep(_SHARE_KINDS_SECONDS)
 
     async def _ask_peers(self, name: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[bytes]:
         """Return the answer of each other process at this address; empty if there is none in time."""

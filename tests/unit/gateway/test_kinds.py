@@ -22,6 +22,7 @@ from dsv4_runtime.gateway import kinds, routing, suspects
 from dsv4_runtime.gateway.errors import RefusedError
 from dsv4_runtime.gateway.kinds import KEPT_SECONDS, LONG_BYTES, PROVEN_SECONDS, FatalKinds, kinds_of
 from dsv4_testkit.errors import raises_naming
+from dsv4_testkit.waiting import until
 
 S, T, M, L = Kind.STRUCTURED_OUTPUT, Kind.TOOLS, Kind.IMAGES, Kind.LONG_CONTEXT
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"format": {}, "tools": {}}}}}
@@ -102,17 +103,25 @@ class History:
     def died(self, *requests, cause=Cause.ENGINE_CORE_DIED):
         """End a generation that has `requests`: process, name and kinds of each."""
         self.generation += 1
-        for index, process in enumerate(self.all):
+        # One process after the other, and not always in the same order.
+        for index, process in sorted(enumerate(self.all), reverse=self.generation % 2 == 0):
             own = {name.encode(): frozenset(kind) for at, name, kind in requests if at == index}
             process.died(f"1-g{self.generation}", own, cause)
+            self.clock.now += 0.002
         self.clock.now += 2 * kinds.SETTLED_SECONDS
         self.share()
 
+    def replace(self, index):
+        """Replace a process; the next one gets the observations of the others."""
+        self.all[index] = FatalKinds(self.clock, lambda: None)
+        self.all[index].shared = True
+        self.share()
+
     def share(self):
-        for index, process in enumerate(self.all):
-            for other, peer in enumerate(self.all):
-                if other != index:
-                    process.take(str(other), type(peer.report()).model_validate_json(peer.report().to_json()))
+        for process in self.all:
+            for peer in self.all:
+                if peer is not process:
+                    process.take(type(peer.report()).model_validate_json(peer.report().to_json()))
             if process.shared:
                 process.judge()
 
@@ -264,9 +273,17 @@ def test_deaths_far_apart_do_not_count_together():
 
 @pytest.mark.parametrize("seed", range(200))
 def test_histories(seed):
-    """Any number of processes; a deadly kind, innocent requests of every kind, poison requests, other deaths."""
-    draw = random.Random(seed)
-    history = History(draw.choice([1, 2, 3]))
+    """Any number of processes; a deadly kind, innocent requests of every kind, poison requests, other deaths.
+
+    Whether processes are replaced meanwhile changes nothing.
+    """
+    assert life(seed, replaces=False) == life(seed, replaces=True)
+
+
+def life(seed, *, replaces):
+    """Return the refused kinds after each step."""
+    draw, replaced = random.Random(seed), random.Random(seed)
+    history, found = History(draw.choice([1, 2, 3])), []
     deadly = draw.choice([None, {S}, {T}, {M}, {L}, {S, T}, {M, T}])
     poison = draw.choice([None, frozenset(), frozenset({T})])
     every = [frozenset(kind) for kind in ((), {S}, {T}, {M}, {L}, {S, T}, {L, T})]
@@ -282,6 +299,9 @@ def test_histories(seed):
         for kind in innocent:
             draw.choice(history.all).answered(kind)
         history.share()
+        if replaces and len(history.all) > 1 and replaced.random() < 0.3:
+            history.replace(replaced.randrange(len(history.all)))
+        found.append([kind for kind in every if history.refused(kind)])
         held = [
             (draw.randrange(len(history.all)), f"{step} {i}", draw.choice(innocent)) for i in range(draw.randrange(5))
         ]
@@ -301,6 +321,7 @@ def test_histories(seed):
         # After the second death, each period of refusal (600 s, then twice as long) ends with at most one death.
         assert deaths <= 4
         assert any(process.report().deaths for process in history.all)
+    return found
 
 
 def exposed(name: str, kind: set[Kind]) -> routing.Exposures:
@@ -388,6 +409,23 @@ async def send(session, url, kind, prompt, seconds=0.0):
     async with session.post(url + "/v1/completions", json=body) as answer:
         raw = await answer.json()
         return answer.status, raw["error"]["code"] if answer.status >= 400 else None
+
+
+async def test_a_process_that_replaces_another_one_refuses_the_same_kinds(kit, fast):
+    engine, listeners = kit.Engine(), [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    async with kit.Lab(engine=engine, listener=listeners[0], peers=(urls[1],)) as first:
+        known = first.gateway._proxy.suspects.kinds
+        for generation in ("1", "2"):
+            known.died(generation, {generation.encode(): frozenset({S})}, Cause.ENGINE_CORE_DIED)
+        await until(lambda: known.found)
+        async with (
+            kit.Lab(engine=engine, listener=listeners[1], peers=(urls[0],)) as second,
+            aiohttp.ClientSession() as session,
+        ):
+            await until(lambda: second.gateway._proxy.suspects.kinds.found)
+            assert await send(session, urls[1], (S,), "Once") == (422, "engine_fatal_kind")
+            assert (await fatal_requests(session, urls[1])).kinds[0].engines == 2
 
 
 async def fatal_requests(session, url):

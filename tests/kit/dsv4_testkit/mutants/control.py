@@ -520,6 +520,14 @@ CONTROL = (
         ("tests/unit/hosts/test_loop.py",),
     ),
     Mutant(
+        "the status in memory cannot be read while it is replaced",
+        f"{_OPERATOR}/backends/local/supervisor.py",
+        "                earlier = self._kept.get(name)\n",
+        "                earlier = None\n                if name in self._kept:\n"
+        "                    os.close(self._kept.pop(name))\n",
+        ("tests/unit/local/test_supervisor.py",),
+    ),
+    Mutant(
         "a full disk stops the status",
         f"{_OPERATOR}/controller/standalone.py",
         "        processes.keep_text(STATUS, changed.to_json())\n        await write(changed)\n",

@@ -48,14 +48,26 @@ _KINDS = (
     (
         "each process counts the deaths of kinds alone",
         "kinds",
-        "*(d for peer in self._peers.values() for d in peer.deaths)",
+        "        for death in report.deaths:\n            self._record(death)\n",
         "",
+    ),
+    (
+        "a process that replaces another one knows no refusal",
+        "kinds",
+        "and (known is None or known.engines < refused.engines):",
+        "and False:",
+    ),
+    (
+        "a process that replaces another one asks nobody",
+        "server",
+        "            if unheard or kinds",
+        "            if kinds",
     ),
     (
         "answers of another process do not count",
         "kinds",
-        "for report in self._peers.values():\n            answers",
-        "for report in ():\n            answers",
+        "            self._answered[kind] = max(time, self._answered.get(kind, time))\n",
+        "",
     ),
     (
         "a death is judged before other processes have recorded it",
@@ -84,6 +96,13 @@ GATEWAY = (
             name, f"runtime/dsv4_runtime/gateway/{module}.py", text, replacement, ("tests/unit/gateway/test_kinds.py",)
         )
         for name, module, text, replacement in _KINDS
+    ),
+    Mutant(
+        "an error event that was read before the client left is no error",
+        "runtime/dsv4_runtime/gateway/proxy.py",
+        "exchange.exposure.failed = True",
+        "exchange.exposure.failed = False",
+        ("tests/unit/gateway/test_suspects.py",),
     ),
     Mutant(
         "a stream with stop strings is continued",
