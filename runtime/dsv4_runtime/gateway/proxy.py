@@ -589,6 +589,9 @@ class Proxy:
                 if is_error_event(event, payload):
                     await _deliver(exchange, out)
                     out = []
+                    if exchange.exposure is not None:
+                        # The client may leave meanwhile, and the event is no more in the response.
+                        exchange.exposure.failed = True
                     if not await engine.survives(generation):
                         raise EngineLostError("vLLM reported an error in the stream and is not healthy")
                     outcome = Outcome.ENGINE_ERROR

@@ -115,6 +115,8 @@ class Exposure:
     progressed: bool = False
     broken: bool = False
     """Whether its own connection broke."""
+    failed: bool = False
+    """Whether vLLM reported an error in the stream."""
     left: float | None = None
     """Time at which the gateway abandoned the response; None while it waits."""
 

@@ -442,7 +442,8 @@ class TrialAttempt:
                 while answer is not None and watch is not None and not (watch.done() or generation.over):
                     if answer.status == 200 and answer.has_data:
                         exposure.progress()
-                    if answer.complete and answer.status < 500 and not _has_error(await answer.part()):
+                    failed = exposure.failed or answer.status >= 500
+                    if answer.complete and not failed and not _has_error(await answer.part()):
                         # At once, because vLLM's API process admits others from here on.
                         generation.exposures.end(exposure)
                         break

@@ -145,7 +145,8 @@ async def test_a_hang_longer_than_a_trial_clears_no_suspect(kit, monkeypatch):
 async def test_a_late_fatal_request_gets_a_longer_next_trial(kit, monkeypatch):
     """A trial ends with the first output, so the third death proves nothing; the fourth death does."""
     monkeypatch.setattr(suspects, "TRIAL_SECONDS", 0.1)
-    async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:
+    # The fourth death is 1.5 s before the end of its trial, for a busy machine.
+    async with kit.Lab(engine=kit.Engine(pause=0.12)) as lab:
         lab.engine.faults = [kit.Fault(after=2), kit.Fault(after=2), kit.Fault(after=15), kit.Fault(after=17)]
         _, broken = await lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 40})
         assert "4 engines died" in kit.chunks(broken)[-1]["error"]["message"]
@@ -277,11 +278,15 @@ async def test_a_trial_that_ended_without_its_client_is_not_in_an_engine_that_di
         assert first.gateway._proxy.suspects.found.requests == ()
 
 
-@pytest.mark.parametrize("end", ["reset", "status", "event", "silence"])
+@pytest.mark.parametrize("end", ["reset", "status", "event", "event, then the client leaves", "silence"])
 async def test_an_engine_that_dies_of_a_trial_whose_client_left_convicts_it(kit, end):
+    late, end = "," in end, end.partition(",")[0]
+    wrote, left = asyncio.Event(), asyncio.Event()
     async with kit.Lab() as lab:
 
         async def reported():
+            if late and lab.engine.generation == 3:
+                await left.wait()
             await asyncio.sleep(0.2)
             await lab.engine.die(0.1)
 
@@ -301,6 +306,8 @@ async def test_an_engine_that_dies_of_a_trial_whose_client_left_convicts_it(kit,
                 await lab.engine.die(0.1)
             if response is not None:
                 await response.write(b'data: {"error":{"message":"EngineCore died","code":500}}\n\ndata: [DONE]\n\n')
+                if lab.engine.generation == 3:
+                    wrote.set()
             elif end == "status":
                 return web.Response(status=500, text='{"error":{"message":"EngineCore died"}}')
             elif end == "reset":
@@ -313,8 +320,11 @@ async def test_an_engine_that_dies_of_a_trial_whose_client_left_convicts_it(kit,
         poison = {**POISON, "stream": end == "event"}
         asked = asyncio.ensure_future(lab.post(COMPLETIONS, poison))
         await until(lambda: lab.engine.generation == 3 and len(lab.engine.requests) >= 3)
+        if late:
+            await wrote.wait()
         await asyncio.sleep(0.1)
         asked.cancel()
+        left.set()
         await until(lambda: lab.engine.generation == 4)
         status, body = await lab.post(COMPLETIONS, poison)
         assert [body["prompt"] for _, body, _ in lab.engine.requests].count(POISON["prompt"]) == 3
