@@ -106,6 +106,7 @@ def budget(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def system(budget: int) -> Iterator[DSV4]:
     found = DSV4(restarts=budget, window="1h")
+    found.patience = BUSY * max(BOUND.values())
     begun = time.monotonic()
     try:
         found.start()

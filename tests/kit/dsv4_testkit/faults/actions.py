@@ -221,11 +221,7 @@ class Loss:
     seconds: float
 
     def strike(self, scene: Scene) -> Undo:
-        network, port = scene.network, scene.port(self.rank)
-        links.lose(network, port)
-        timer = threading.Timer(self.seconds, links.restore, (network, port))
-        timer.start()
-        return timer.join
+        return links.lose_for(scene.network, scene.port(self.rank), self.seconds)
 
 
 @dataclass(frozen=True)

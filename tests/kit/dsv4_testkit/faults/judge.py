@@ -80,11 +80,13 @@ def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> 
     requests: list[Request] = []
     if fault.idle:
         time.sleep(wait)
+        begun = time.time()
         struck, verdicts, replaced = _watch(system, fault, None)
     else:
         with Load(system.api, MODEL, shape, f"{seed}/{fault.name}/{run}") as load:
             _until(lambda: load.answered() >= shape.clients, _FLOWING_SECONDS)
             time.sleep(wait)
+            begun = time.time()
             struck, verdicts, replaced = _watch(system, fault, load)
             if not verdicts and fault.kind not in _SURVIVED:
                 # Before the load ends: its clients would wait for a system that is not repaired.
@@ -105,7 +107,9 @@ def inflict(system: System, fault: Fault, run: int, seed: int, shape: Shape) -> 
         replayed=increase(replayed, after),
         patience=system.patience,
         replaced=replaced,
-        disorder=system.disorder(struck) if verdicts and verdicts[-1].recovered is not None else "",
+        disorder=system.disorder(struck if fault.nth else begun)
+        if verdicts and verdicts[-1].recovered is not None
+        else "",
     )
 
 

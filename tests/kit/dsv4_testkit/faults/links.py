@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _SECONDS = 10.0
@@ -53,6 +54,23 @@ def restore(namespace: int, port: str) -> None:
     """Revert `lose`; no effect if the member was fenced meanwhile, which removes its port."""
     with contextlib.suppress(subprocess.CalledProcessError):
         _run(namespace, f"bridge link set dev {port} state 3")
+
+
+def lose_for(namespace: int, port: str, seconds: float) -> Callable[[], None]:
+    """Lose all frames for at most `seconds`, however busy the machine is: no process has to start at their end.
+
+    Returns a function that waits for the end.
+    """
+    lines = (f'echo "link set dev {port} state {state}"' for state in (0, 3))
+    command = f"({f'; sleep {seconds}; '.join(lines)}) | nsenter --net=/proc/{namespace}/ns/net bridge -batch -"
+    process = subprocess.Popen(["sh", "-c", command], stderr=subprocess.PIPE, text=True)
+
+    def ended() -> None:
+        _, errors = process.communicate(timeout=seconds + _SECONDS)
+        # The second line fails if the member was fenced meanwhile.
+        assert "-:1" not in errors, errors
+
+    return ended
 
 
 def blackhole(sender: int, receiver: int) -> None:

@@ -25,6 +25,7 @@ _LAST_WORD_SECONDS = 1.5
 """Maximum time between two reports of a running member."""
 _READY_SECONDS = 240.0
 _ORDER = ("detected", "cause", "evidence", "repair", "serving")
+_LOG_SECONDS = 10.0
 _ROUND_SECONDS = 1.0
 """Times in reports are rounded to seconds."""
 
@@ -192,12 +193,15 @@ class DSV4:
             return (
                 f"status: repaired at {last['time']} + {last['recoverSeconds']} s, ready at {self.group()['readyTime']}"
             )
-        # Events in the log of the loop.
-        events = [line for line in found.log().splitlines() if _unix_of(line) >= since - _ROUND_SECONDS]
-        if problem := _in_order(
-            events, ("EngineDead", "GroupDead"), ("EngineRestarting", "GroupForming"), ("GroupRecovered",)
+        # Events in the log of the loop, which saves the status before it logs them.
+        steps = ("EngineDead", "GroupDead"), ("EngineRestarting", "GroupForming"), ("GroupRecovered",)
+        deadline = time.monotonic() + _LOG_SECONDS
+        while problem := _in_order(
+            [line for line in found.log().splitlines() if _unix_of(line) >= since - _ROUND_SECONDS], *steps
         ):
-            return f"events: {problem}"
+            if time.monotonic() > deadline:
+                return f"events: {problem}"
+            time.sleep(0.5)
         logs = found.run("logs", found.name, timeout=60.0).stdout.splitlines()
         times = [
             when for line in logs if "agent]" in line and (when := log_time(line.encode(), time.localtime().tm_mon))
