@@ -124,7 +124,7 @@ def definition(cluster: Cluster) -> dict[str, object]:
     """Apply the project's CustomResourceDefinition; return it once it is served."""
     parsed: dict[str, object] = yaml.safe_load(DEFINITION.read_text())
     cluster.apply(parsed)
-    cluster.kubectl("wait", "--for=condition=Established", f"crd/{parsed['metadata']['name']}", "--timeout=30s")  # type: ignore[index]
+    cluster.until_served(parsed["metadata"]["name"])  # type: ignore[index]
     return parsed
 
 
@@ -134,6 +134,7 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     name = cluster.kubectl("create", "-f", "-", "-o", "name", input=[
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"generateName": "test-"}}
     ]).strip().removeprefix("namespace/")  # fmt: skip
+    cluster.until_account(name)
     yield name
     # Without waiting: the next test has its own namespace.
     cluster.kubectl("delete", "namespace", name, "--wait=false")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import yaml
 from clusterkit import build, processes
 from clusterkit.client import Cluster
 from clusterkit.layout import free_port
-from clusterkit.waiting import until
 
 DEFINITION = "rayclusters.ray.io"
 RIGHTS = "policy.backends={KubeRay}"
@@ -40,14 +38,7 @@ def definitions() -> dict[str, dict[str, Any]]:
 def define(cluster: Cluster, *wanted: dict[str, Any]) -> None:
     """Apply definitions and wait until they are served."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=list(wanted))
-
-    def served(name: str) -> bool:
-        # `kubectl wait` fails while there are no conditions at all.
-        conditions = cluster.get("crd", name).get("status", {}).get("conditions") or []
-        return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
-
-    for one in wanted:
-        until("a definition of KubeRay", functools.partial(served, one["metadata"]["name"]), seconds=60, every=0.2)
+    cluster.until_served(*(one["metadata"]["name"] for one in wanted))
     time.sleep(_YOUNG_SECONDS)
 
 

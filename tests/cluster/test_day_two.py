@@ -14,6 +14,7 @@ from typing import Any
 import charts
 import pytest
 from clusterkit.client import Cluster as ControlPlane
+from clusterkit.waiting import unchanged
 from operator_process import OperatorProcess, until
 from operator_world import NAME, World, addresses, agents, condition, group, kube, manifest, operated, phase, world
 
@@ -55,12 +56,14 @@ async def test_a_version_that_never_serves_is_taken_back(
     operator_kubeconfig: Path, kube: Client, namespace: str, tmp_path: Path
 ) -> None:
     async with Stuck(kube), operated(operator_kubeconfig, kube, namespace, tmp_path / "operator.log") as world:
-        await kube.create(manifest(namespace, rollout={"progressDeadline": "3s"}))
+        await kube.create(manifest(namespace, rollout={"progressDeadline": "600s"}))
         served = group(await world.serving(1))["revision"]
         await world.change(engine={"env": [{"name": STUCK, "value": "1"}]})
         await world.until("it loads", lambda found: group(found).get("incarnation") == 2 and _loads(found))
-        # Another operator counts from the same time.
+        # The deadline counts from the claim: with 3 s from the beginning, loading might never be observed.
         world.operator.kill()
+        await world.change(rollout={"progressDeadline": "3s"})
+        # Another operator counts from the same time.
         world.operator.start()
         found = await world.serving(3)
         rolled_back = condition(found, "RolledBack")
@@ -91,8 +94,7 @@ async def test_the_definition_is_upgraded_and_rolled_back_below_running_groups(
         # No gateway runs, which is reported after a second attempt.
         await world.event("EndpointNotReady")
         # Progress of members alone is written up to 5 s late.
-        await asyncio.sleep(6)
-        before = await world.versions()
+        before = await unchanged(world.versions, seconds=6)
         await _define(cluster, definition, newest=True)
         await asyncio.sleep(6)
         assert await world.versions() == before
@@ -116,7 +118,9 @@ async def test_the_definition_is_upgraded_and_rolled_back_below_running_groups(
 async def _define(cluster: ControlPlane, definition: dict[str, Any], *, newest: bool) -> None:
     """Apply a definition of the deployments, and wait until the newest version is served, or no longer."""
     # Tests of the chart install it with helm, which keeps its fields.
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=[definition])
+    flags = ("--server-side", "--force-conflicts")
+    # In a thread, because the agents of the members run in this loop.
+    await asyncio.to_thread(cluster.kubectl, "apply", *flags, "-f", "-", input=[definition])
     wanted = 200 if newest else 404
     await until("its versions", lambda: cluster.http.get(f"/apis/{API_VERSION}").status_code == wanted, seconds=60)
 

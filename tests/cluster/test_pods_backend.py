@@ -313,7 +313,7 @@ def pod_groups(cluster: ControlPlane) -> Iterator[str]:
             },
         }
     )
-    cluster.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    cluster.until_served(name)
     # API servers delay the creation of objects by 2 s while their kind is younger than that.
     time.sleep(2.1)
     yield name

@@ -114,7 +114,7 @@ def reader(
         cluster.kubectl("delete", "crd", CRD, "--ignore-not-found", "--timeout=60s", seconds=70)
         cluster.kubectl("delete", "namespace", "demo", "dsv4-system", "--ignore-not-found", "--wait=false")
         cluster.apply(definition)
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}", "--timeout=30s")
+        cluster.until_served(CRD)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import os
 import socket
@@ -10,14 +11,13 @@ import ssl
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
 from clusterkit.layout import State
 from clusterkit.processes import COMMAND_SECONDS
-from clusterkit.waiting import ClusterError
+from clusterkit.waiting import ClusterError, until
 
 # More than the supervisor's own limit for images on the maximum number of nodes.
 _ANSWER_SECONDS = 2500.0
@@ -87,7 +87,25 @@ class Cluster:
         """Apply objects with server-side apply."""
         return self.kubectl("apply", "--server-side", "-f", "-", input=list(objects))
 
-    @cached_property
+    def until_served(self, *definitions: str) -> None:
+        """Wait until CustomResourceDefinitions are served."""
+
+        def served(name: str) -> bool:
+            # `kubectl wait` fails while there are no conditions at all.
+            conditions = self.get("crd", name).get("status", {}).get("conditions") or []
+            return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
+
+        for name in definitions:
+            until(f"the definition {name}", functools.partial(served, name), seconds=60, every=0.2)
+
+    def until_account(self, namespace: str, seconds: float = 60.0) -> None:
+        """Wait for the account that every namespace gets after its creation: without it no pod is admitted."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
+        until(
+            f"service account of namespace {namespace}", lambda: self.http.get(path).status_code == 200, seconds=seconds
+        )
+
+    @functools.cached_property
     def http(self) -> httpx.Client:
         """HTTP client of the API server as the administrator: for data that kubectl hides, and for many requests."""
         config = json.loads(self.kubeconfig.read_text())

@@ -68,7 +68,7 @@ class Supervisor:
             return _ready_nodes(cluster) == wanted
 
         until(f"{wanted} Ready nodes", ready, seconds=NODES_READY_SECONDS, every=0.5)
-        until("service account of namespace default", lambda: _account(cluster), seconds=controlplane.READY_SECONDS)
+        cluster.until_account("default", controlplane.READY_SECONDS)
         if settings.fake:
             _give_first_address(cluster)
         say(f"{settings.nodes} real and {settings.fake} KWOK nodes are Ready")
@@ -109,7 +109,7 @@ class Supervisor:
         assert self.plane
         for part in kwok.DEFINITIONS:
             cluster.kubectl("apply", "--server-side", "-k", str((programs / "kustomize").resolve().parent / part))
-        cluster.kubectl("wait", "--for=condition=Established", "crd/stages.kwok.x-k8s.io", "--timeout=30s")
+        cluster.until_served("stages.kwok.x-k8s.io")
         cluster.kubectl("apply", "--server-side", "-k", str((programs / "kustomize").resolve().parent / kwok.STAGES))
         cluster.apply(kwok.ACCESS)
         self.parts.append(kwok.start(programs, self.plane))
@@ -217,10 +217,6 @@ def _ready_nodes(cluster: Cluster) -> int:
         any(said["type"] == "Ready" and said["status"] == "True" for said in node["status"].get("conditions", []))
         for node in items
     )
-
-
-def _account(cluster: Cluster) -> bool:
-    return cluster.http.get("/api/v1/namespaces/default/serviceaccounts/default").status_code == 200
 
 
 def _told(signum: int, frame: FrameType | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 Value = TypeVar("Value")
 _STARTED = time.monotonic()
+_STEP_SECONDS = 0.5
 
 
 class ClusterError(Exception):
@@ -31,6 +33,24 @@ def until(what: str, look: Callable[[], Value], *, seconds: float, every: float 
         if time.monotonic() > end:
             raise ClusterError(f"{what}: not there after {seconds:.0f} s")
         time.sleep(every)
+    return found
+
+
+async def unchanged(look: Callable[[], Awaitable[Value]], *, seconds: float, limit: float = 60.0) -> Value:
+    """Return the result of `look` once it has been the same for `seconds`.
+
+    Raises:
+        ClusterError: it still changed after `limit` seconds.
+    """
+    end = time.monotonic() + limit
+    found, same = await look(), 0.0
+    # Steps are counted, because nothing changes while the machine is paused.
+    while same < seconds:
+        if time.monotonic() > end:
+            raise ClusterError(f"still changing after {limit:.0f} s: {found}")
+        await asyncio.sleep(_STEP_SECONDS)
+        latest = await look()
+        found, same = latest, same + _STEP_SECONDS if latest == found else 0.0
     return found
 
 

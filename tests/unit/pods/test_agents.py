@@ -200,7 +200,7 @@ async def test_older_statuses_from_the_head_do_not_replace_newer_ones(
     listening, news = agents
     head, worker = Member(0, answers=True), Member(1, answers=True)
     worker.phase = Phase.FAILED
-    head.report = GroupReport(ages={0: 0.0, 1: 1.0}, members=(status(0, Phase.SERVING), status(1, Phase.SERVING)))
+    head.report = GroupReport(ages={0: 0.0, 1: 600.0}, members=(status(0, Phase.SERVING), status(1, Phase.SERVING)))
     async with head as first, worker as second:
         listening.follow({1: second})
         await failed(listening, news)
@@ -208,7 +208,7 @@ async def test_older_statuses_from_the_head_do_not_replace_newer_ones(
         for _ in range(1200):
             report = listening.report(1)
             assert report is not None
-            assert report.status.phase is Phase.FAILED, "the head has not heard of it for a second"
+            assert report.status.phase is Phase.FAILED, "the head has not heard of it for ten minutes"
             if listening.report(0) is not None:
                 break
             await asyncio.sleep(0.05)

@@ -370,8 +370,9 @@ async def test_kuberays_conditions_are_reported_for_missing_pods(
 ) -> None:
     kube.objects["RayCluster", "team", "d-0-i1"]["status"] = status
     del kube.objects["Pod", "team", "d-0-i1-r1-worker-x7k2p"]
-    ours, now = backend(kube), time.monotonic()
+    ours = backend(kube)
     await ours.ensure(deployed(), planned(deployed()))
+    now = time.monotonic()
     monkeypatch.setattr(backends, "time", SimpleNamespace(monotonic=lambda: now + 16))
     with pytest.raises(KubeRayUnavailable) as said:
         await ours.ensure(deployed(), planned(deployed()))
