@@ -33,6 +33,7 @@ from dsv4_operator.lifecycle import (
 )
 from dsv4_operator.lifecycle.decide import POLL_SECONDS, RESYNC_SECONDS
 from dsv4_operator.lifecycle.observed import GroupKey, Observed
+from dsv4_operator.lifecycle.status import has_problem
 from dsv4_operator.lifecycle.watch import ALIVE, FRESH_SECONDS
 from dsv4_operator.planning import PlanRefused, plan_group, revision
 from dsv4_operator.planning.facts import Facts
@@ -220,6 +221,7 @@ class Reconciler:
             StatusLost: raised by `save`.
         """
         known = self._with_results(self._kept if self._kept is not None else deployment.status)
+        first = self._began is None
         if self._began is None:
             self._began = self._clock()
             self._saved = deployment.status
@@ -273,6 +275,9 @@ class Reconciler:
             # Report a death before its members are ended, which takes long on a lost node.
             reported = await keep([decision.status for decision in decisions])
         executed = await self._execute_all(deployment, decisions, reported=reported)
+        if first and not deleting and has_problem(known):
+            # An earlier process may have reported it, and the status is saved before the front end is updated.
+            await self._ensure_frontend(deployment, known)
         saved = await keep([one.status for one in executed])
         if not deleting and (self._has_frontend or not (saved and _claims(decisions, began))):
             self._has_frontend = True

@@ -149,10 +149,16 @@ def update_status(deployment: DSV4Deployment, groups: Iterable[GroupStatus], now
     if accepted is not None and accepted.status is not ConditionStatus.TRUE:
         refusal = PlanRefused(accepted.reason, Finding("", accepted.reason, accepted.message))
     status = compute_status(deployment, groups, refusal, saved.endpoint, saved.ray_dashboard, saved, now)
-    if progress is None or progress.reason in _OF_GROUPS:
+    if progress is None or not has_problem(saved):
         return status
     conditions = [progress if each.type is progress.type else each for each in status.conditions]
     return status.model_copy(update={"conditions": tuple(conditions)})
+
+
+def has_problem(status: DeploymentStatus) -> bool:
+    """Return whether a part of the reconcile failed when `status` was saved."""
+    progress = status.condition(ConditionType.PROGRESSING)
+    return progress is not None and progress.reason not in _OF_GROUPS
 
 
 def _without_removed(

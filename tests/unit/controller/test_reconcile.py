@@ -321,3 +321,29 @@ async def test_the_members_of_a_new_deployment_come_before_its_front_end(world: 
         clock.now += 10
         await reconciler.reconcile(deployment)
         assert members.calls[-1] == "frontend", "later at each reconcile"
+
+
+async def test_the_next_process_keeps_the_problem_of_the_front_end(world: tuple) -> None:
+    _, _, saved, clock = world
+
+    class Broken(WithFrontend):
+        async def ensure_frontend(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
+            raise KubeError("Service nano-0 belongs to another owner; remove or rename it")
+
+    members, deployment = Broken(), load(NANO)
+    await until_served(members, Reconciler(members, ENDPOINTS, save=saved.save, clock=clock), deployment, clock)
+    before = saved[-1]
+    progressing = before.status.condition(ConditionType.PROGRESSING)
+    assert "remove or rename it" in progressing.message
+    count, reconciler = len(saved), Reconciler(members, ENDPOINTS, save=saved.save, clock=clock)
+    for _ in range(3):
+        clock.now += 1
+        await reconciler.reconcile(before)
+    for each in saved[count:]:
+        assert each.status.condition(ConditionType.PROGRESSING) == progressing
+    # Without a problem the status does not wait for the front end.
+    healthy = WithFrontend()
+    await until_served(healthy, Reconciler(healthy, ENDPOINTS, save=saved.save, clock=clock), deployment, clock)
+    healthy.calls.clear()
+    await Reconciler(healthy, ENDPOINTS, save=saved.save, clock=clock).reconcile(saved[-1])
+    assert healthy.calls == ["frontend"]

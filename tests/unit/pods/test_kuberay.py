@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 
 from dsv4_operator.api import DSV4Deployment, InvalidDeployment, NodeLossSpec, parse
 from dsv4_operator.api.policy import ClusterPolicy, violations
+from dsv4_operator.api.values import format_time
 from dsv4_operator.backends.pods import Cluster, KubeRayBackend
 from dsv4_operator.backends.pods import backend as backends
 from dsv4_operator.backends.pods.backend import KubeRayUnavailable
@@ -378,6 +380,14 @@ async def test_kuberays_conditions_are_reported_for_missing_pods(
         await ours.ensure(deployed(), planned(deployed()))
     assert words in str(said.value)
     await ours.close()
+    # An operator that starts counts from the creation of the RayCluster.
+    live = kube.objects["RayCluster", "team", "d-0-i1"]["metadata"]
+    for seconds in (1.0, 600.0):
+        live["creationTimestamp"] = format_time(time.time() - seconds)
+        another = backend(kube)
+        with pytest.raises(KubeRayUnavailable) if seconds > 15 else contextlib.nullcontext():
+            await another.ensure(deployed(), planned(deployed()))
+        await another.close()
 
 
 @pytest.mark.parametrize(

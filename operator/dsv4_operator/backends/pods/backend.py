@@ -38,6 +38,7 @@ from dsv4_operator.backends.pods.observe import (
     member_of,
     observed,
     superfluous_evidence,
+    time_of,
     wrong_labels,
 )
 from dsv4_operator.backends.pods.ownership import gather_all
@@ -624,7 +625,9 @@ class KubeRayBackend(PodsBackend):
             return
         known, now = self._group(GroupKey.of(deployment, group)), time.monotonic()
         if known.made[0] != incarnation:
-            known.made = incarnation, now
+            # An earlier process created it, and may have reported the same.
+            created = time_of(live["metadata"].get("creationTimestamp"), unix_time())
+            known.made = incarnation, now - max(0.0, unix_time() - created)
         if now - known.made[1] > _MADE_BY_KUBERAY_SECONDS:
             missing = ", ".join(str(rank) for rank in range(len(plan.members)) if rank not in ranks)
             raise KubeRayUnavailable(

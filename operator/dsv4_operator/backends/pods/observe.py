@@ -346,7 +346,7 @@ def observed(
         rank=member.rank,
         node=node_of(pod) or "",
         address=str(names.part(pod, "status").get("podIP") or ""),
-        started=_time(pod["metadata"].get("creationTimestamp"), since),
+        started=time_of(pod["metadata"].get("creationTimestamp"), since),
         ended=ended,
         ended_time=None if ended is None else noticed or now,
         cause=cause,
@@ -444,7 +444,8 @@ def _states(status: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
     return [names.part(one, "state", kind) for one in containers if kind in names.part(one, "state")]
 
 
-def _time(text: object, default: float) -> float:
+def time_of(text: object, default: float) -> float:
+    """Return a time of the API server as Unix time; `default` if it is missing."""
     try:
         return parse_time(text)
     except ValueError:

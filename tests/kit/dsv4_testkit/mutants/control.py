@@ -508,7 +508,7 @@ CONTROL = (
     Mutant(
         "beside a silent loop no part fails",
         f"{_OPERATOR}/lifecycle/status.py",
-        "    if progress is None or progress.reason in _OF_GROUPS:\n",
+        "    if progress is None or not has_problem(saved):\n",
         "    if progress is not None:\n",
         ("tests/unit/lifecycle/test_status_and_events.py",),
     ),
@@ -526,6 +526,20 @@ CONTROL = (
         "                earlier = None\n                if name in self._kept:\n"
         "                    os.close(self._kept.pop(name))\n",
         ("tests/unit/local/test_supervisor.py",),
+    ),
+    Mutant(
+        "the next process hides a problem of the front end",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "        if first and not deleting and has_problem(known):\n",
+        "        if False:\n",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "the next operator waits for KubeRay from its own start",
+        f"{_OPERATOR}/backends/pods/backend.py",
+        "now - max(0.0, unix_time() - created)\n",
+        "now\n",
+        ("tests/unit/pods/test_kuberay.py",),
     ),
     Mutant(
         "a full disk stops the status",
