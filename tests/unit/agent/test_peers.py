@@ -203,6 +203,8 @@ async def test_a_stopped_agent_is_hung_and_its_node_is_not_lost(stoppable: Any) 
 async def test_an_agent_that_is_stopped_for_three_seconds_is_not_hung(stoppable: Any) -> None:
     mine, process = stoppable
     await until(lambda: mine.all[1].beat is not None and mine.all[1].heard is not None)
+    # Silence before the signal counts too.
+    await until(lambda: (mine.silence(1, time.monotonic()) or 1.0) < 0.2)
     process.send_signal(signal.SIGSTOP)
     resumed = time.monotonic() + 3.0
     while time.monotonic() < resumed:

@@ -235,9 +235,16 @@ def test_a_released_brake_lets_imports_continue(tmp_path: Path) -> None:
     file.touch()
     slow = warm_pool._Brake(file)
     slow._used -= 100.0
-    threading.Timer(0.2, file.unlink).start()
+    released: list[bool] = []
+
+    def release() -> None:
+        released.append(True)
+        file.unlink()
+
     begun = time.monotonic()
+    threading.Timer(0.2, release).start()
     assert slow.find_spec("x", None) is None
+    assert released
     assert 0.1 < time.monotonic() - begun < 60
 
 

@@ -233,8 +233,9 @@ async def test_an_answer_too_long_to_keep_is_passed_on_as_it_comes(kit):
 
 async def test_after_sigterm_requests_are_answered_until_the_lame_duck_ends(kit):
     """Endpoints and load balancers still send requests to a gateway for a while after its SIGTERM."""
-    async with kit.Lab(engine=kit.Engine(pause=0.2), lame_duck_seconds=3.0, drain_seconds=60.0) as lab:
-        streaming = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 60}))
+    # A busy machine may need seconds for the requests, and the stream is longer than the lame duck.
+    async with kit.Lab(engine=kit.Engine(pause=0.2), lame_duck_seconds=6.0, drain_seconds=60.0) as lab:
+        streaming = asyncio.ensure_future(lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 90}))
         await until(lambda: lab.engine.requests)
         lab.stop.set()
         for path in ("/readyz", "/health"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import gateway_groups
 import pytest
@@ -19,13 +20,18 @@ def test_a_killed_group_costs_no_request() -> None:
         found = gateway_groups.failover(8.0 if slowest else 5.0, clients=8)
         assert found.failed == 0
         assert found.under == 8
-        slowest.append(max(found.after))
+        # A pause of the machine may leave no time for new requests.
+        slowest.append(max(found.after, default=math.inf))
     # New requests do not wait for the verdict on the lost group.
     assert min(slowest) < 1.0
 
 
-def test_the_death_of_a_gateway_and_a_group_breaks_only_that_gateways_requests() -> None:
+def test_the_death_of_a_gateway_and_a_group_breaks_only_that_gateways_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The guarantee of docs/decisions/0007."""
+    # The requests are still open when the processes are killed, also on a busy machine.
+    monkeypatch.setattr(gateway_groups, "PAUSE", 0.2)
     fronts = free_ports(2)
     urls = [f"http://127.0.0.1:{front}/v1/completions" for front in fronts]
 

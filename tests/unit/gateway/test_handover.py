@@ -230,6 +230,7 @@ async def handle(request):
         body += part
     request.record(body, repeatable=True)
     if request.path == "/waits":
+        print("recorded", flush=True)
         await asyncio.sleep(600)
     await request.send(200, [], b"")
 
@@ -393,6 +394,8 @@ async def test_a_long_request_without_a_descriptor_costs_no_other_connection_and
             reader, writer = opened[0]
             body = b"x" * 2**17
             writer.write(b"POST /waits HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            assert found.process.stdout is not None
+            assert await found.process.stdout.readline() == b"recorded\n"
             await asyncio.sleep(1.0)
             assert list(heir._channels) == [channel]
             found.process.kill()

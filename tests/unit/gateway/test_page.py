@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -184,19 +185,23 @@ class Numbers:
             raise self.error
         return self.made
 
+    async def three_more(self) -> None:
+        made = self.made
+        await until(lambda: self.made >= made + 3)
+
     @staticmethod
     def encode(before: int | None, now: int) -> bytes:
         return b"whole %d" % now if before is None else b"%d to %d" % (before, now)
 
 
-async def read(feed: Feed[Any], count: int, pause: float = 0.0) -> list[bytes]:
+async def read(feed: Feed[Any], count: int, pause: Callable[[], Awaitable[None]] | None = None) -> list[bytes]:
     found = []
     with feed.place():
         async for event in feed.events(30.0):
             found.append(event)
             if len(found) == count:
                 break
-            await asyncio.sleep(pause)
+            await (pause() if pause else asyncio.sleep(0))
     return found
 
 
@@ -220,7 +225,7 @@ async def test_one_value_per_interval_is_made_for_all_readers_and_none_without()
 async def test_a_slow_reader_gets_complete_values() -> None:
     numbers = Numbers()
     feed = Feed(numbers.make, numbers.encode, limit=2, seconds=0.02)
-    slow, fast = await asyncio.gather(read(feed, 3, pause=0.15), read(feed, 12))
+    slow, fast = await asyncio.gather(read(feed, 3, numbers.three_more), read(feed, 12))
     assert all(event.startswith(b"whole") for event in slow)
     assert [event.startswith(b"whole") for event in fast] == [True] + [False] * 11
     await feed.close()
@@ -230,7 +235,7 @@ async def test_readers_are_bounded_and_end_with_the_feed() -> None:
     numbers = Numbers()
     feed = Feed(numbers.make, numbers.encode, limit=1, seconds=0.02)
     reading = asyncio.create_task(read(feed, 10**6))
-    await asyncio.sleep(0.1)
+    await until(lambda: numbers.made > 2)
     with pytest.raises(FeedFullError), feed.place():
         pass
     await feed.close()
@@ -244,8 +249,8 @@ async def test_a_stream_ends_after_its_time() -> None:
     feed = Feed(numbers.make, lambda before, now: b"x" if before is None else None, limit=1, seconds=0.02)
     with feed.place():
         begun = time.monotonic()
-        found = [event async for event in feed.events(0.2)]
-        assert 0.15 < time.monotonic() - begun < 60
+        found = [event async for event in feed.events(3.0)]
+        assert 2.95 < time.monotonic() - begun < 60
     assert found[0] == b"x"
     assert set(found[1:]) == {HEARTBEAT}
     await feed.close()
