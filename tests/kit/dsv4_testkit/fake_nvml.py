@@ -61,10 +61,13 @@ class FakeNvml:
         self.asked = 0
         self.answers = threading.Event()
         self.answers.set()
+        self.blocked = 0
+        """Callers that wait for `answers`."""
+        self._lock = threading.Lock()
         self.shut = False
 
     def nvmlInit(self) -> None:
-        self.answers.wait(300)
+        self._answer()
         if self.missing:
             raise self.NVMLError(12, self.missing)
 
@@ -104,7 +107,7 @@ class FakeNvml:
 
     def nvmlDeviceGetPowerUsage(self, gpu: Gpu) -> int:
         self.asked += 1
-        self.answers.wait(300)
+        self._answer()
         return round(self._live(gpu).watts * 1000)
 
     def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> Any:
@@ -142,6 +145,15 @@ class FakeNvml:
             raise self.NVMLError(self.NVML_ERROR_TIMEOUT, "Timeout")
         index, xid = self.errors.pop(0)
         return SimpleNamespace(device=self.gpus[index], eventData=xid)
+
+    def _answer(self) -> None:
+        if self.answers.is_set():
+            return
+        with self._lock:
+            self.blocked += 1
+        self.answers.wait(300)
+        with self._lock:
+            self.blocked -= 1
 
     def _live(self, gpu: Gpu) -> Gpu:
         if gpu.lost:

@@ -5,8 +5,7 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
@@ -162,7 +161,7 @@ def test_a_conversation_keeps_its_earlier_messages(server: Server, capsys: pytes
 
 @pytest.mark.parametrize("before", [[], [chunk("One")]])
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
-    server: Server, capsys: pytest.CaptureFixture[str], before: list[bytes | float]
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, before: list[bytes | float]
 ) -> None:
     server.answers += [(200, [*before, 60.0]), (200, [chunk("Two."), DONE])]
     prompts = iter(["first", "second"])
@@ -173,9 +172,21 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
         except StopIteration:
             raise EOFError from None
 
+    events, written = chat.events, threading.Event()
+
+    def told(chunks: Iterable[bytes]) -> Iterator[str]:
+        if not before:
+            written.set()
+        for event in events(chunks):
+            yield event
+            # The next one is asked for, so this one was written.
+            written.set()
+
+    monkeypatch.setattr(chat, "events", told)
+
     def interrupt() -> None:
         server.paused.wait(60)
-        time.sleep(0.5)
+        written.wait(60)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -138,10 +138,18 @@ def test_nvlink_is_tested_on_request(cuda: pytest.MonkeyPatch) -> None:
 
 def test_the_command_prints_json(cuda: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-m", "dsv4_runtime.util.peer_copies", "--seconds"]
-    for fault, bound, code, outcome in (("cuInit:2:999", "60", 0, "passed"), ("cuMemcpyPeer:1:hang", "1", 1, "hung")):
+    for fault, bounds, code, outcome in (
+        ("cuInit:2:999", (60,), 0, "passed"),
+        ("cuMemcpyPeer:1:hang", (1, 5, 25), 1, "hung"),
+    ):
         cuda.setenv("FAKE_FAULT", fault)
-        done = subprocess.run([*command, bound], capture_output=True, text=True, check=False, timeout=120)
-        assert (done.returncode, json.loads(done.stdout)["outcome"], done.stderr) == (code, outcome, "")
+        # As above, the start of the process may take longer.
+        for bound in bounds:
+            done = subprocess.run([*command, str(bound)], capture_output=True, text=True, check=False, timeout=120)
+            found = json.loads(done.stdout)["outcome"]
+            if found != "skipped":
+                break
+        assert (done.returncode, found, done.stderr) == (code, outcome, "")
 
 
 def test_the_process_ends_with_its_parent(cuda: pytest.MonkeyPatch, tmp_path: Path) -> None:

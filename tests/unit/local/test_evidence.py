@@ -105,8 +105,9 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
     # A pipe without a writer: opening it for reading blocks forever, like a file on a dead server.
     pipe = state.member(3, 0) / "agent.log"
     os.mkfifo(pipe)
-    monkeypatch.setattr(backend, "_EVIDENCE_SECONDS", 0.3)
-    monkeypatch.setattr(backend, "_LAST_FILE_SECONDS", 0.2)
+    # It waits for 0.5 s in all, and a thread that starts late opens the pipe too.
+    monkeypatch.setattr(backend, "_EVIDENCE_SECONDS", 60.0)
+    monkeypatch.setattr(backend, "_LAST_FILE_SECONDS", -59.5)
     local = LocalBackend(state, supervised.again(), isolated=False, changed=lambda: None)
     begun = time.monotonic()
     assert await local.collect_evidence(DSV4Deployment.model_construct(metadata=Metadata(name="nano")), 0, 3) is None
