@@ -220,7 +220,7 @@ class StartedDeployment:
             self._print_transitions(members=False, stamp=lambda: local_time(time.time()))
             outcome = self._outcome()
             # The loop retries a plan that is refused now: memory may be short temporarily.
-            if outcome.stage is Stage.FAILED and outcome.final:
+            if outcome.stage is Stage.FAILED and outcome.final and not self._may_answer():
                 raise self._error(f": {outcome.message}")
             if ended:
                 if self.process.returncode == 0:
@@ -270,6 +270,13 @@ class StartedDeployment:
         if self.object is None:
             return StartOutcome(Stage.STARTING)
         return start_outcome(self.object.status, self.object.metadata.generation)
+
+    def _may_answer(self) -> bool:
+        """Return whether a group answers or may recover."""
+        if self.object is None:
+            return False
+        wanted = self.object.status.groups[: self.object.spec.replicas]
+        return any(group.phase is not GroupPhase.FAILED for group in wanted)
 
     def _death(self) -> FailureStatus | None:
         """Return the latest death of an incarnation later than `before` that nothing has recovered from."""
@@ -360,7 +367,9 @@ def start_outcome(status: DeploymentStatus, generation: int) -> StartOutcome:
 
 
 def _latest_failure(status: DeploymentStatus) -> FailureStatus | None:
-    failures = [group.last_failure for group in status.groups if group.last_failure]
+    """Return the latest death, of a group that was given up if there is one."""
+    failed = [group for group in status.groups if group.phase is GroupPhase.FAILED]
+    failures = [group.last_failure for group in failed or status.groups if group.last_failure]
     return max(failures, key=lambda failure: failure.time, default=None)
 
 
@@ -379,7 +388,7 @@ def pending_reason(status: DeploymentStatus | None) -> str:
     if status is None:
         return "the loop has reported nothing"
     pending = [
-        f"rank {member.rank} is {member.phase or 'not started'}"
+        f"{group_label(status, group)}rank {member.rank} is {member.phase or 'not started'}"
         + (f" ({one_line(member.message)})" if member.message else "")
         for group in status.groups
         for member in group.members

@@ -675,4 +675,5 @@ def _but_for_start(status: DeploymentStatus) -> DeploymentStatus:
 
 
 def _log_event(event: Event) -> None:
-    _log.info("%s %s: %s", event.type, event.reason, event.message)
+    where, extra = ("", {}) if event.group is None else (f"group {event.group}: ", {"group": event.group})
+    _log.info("%s %s: %s%s", event.type, event.reason, where, event.message, extra=extra)

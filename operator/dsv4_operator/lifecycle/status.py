@@ -626,7 +626,11 @@ def _phase_events(now: GroupStatus, new: DeploymentStatus) -> Iterator[Event]:
                 yield Event(EventType.NORMAL, Reason.GROUP_RECOVERING, message, now.index)
         case GroupPhase.FAILED:
             condition = new.condition(ConditionType.RECOVERY_EXHAUSTED)
-            message = condition.message if condition else "recovery was given up"
+            message = condition.message if condition else ""
+            if not message.startswith(f"group {now.index} "):
+                # The condition names the first of several.
+                message = "recovery was given up"
+                message += f"; last: {death_sentence(now.last_failure)}" if now.last_failure else ""
             yield Event(EventType.WARNING, Reason.RECOVERY_EXHAUSTED, message, now.index)
         case GroupPhase.UPDATING if now.move is not None:
             message = f"incarnation {now.incarnation} is ended because {_cordoned(now.move)}; other nodes are free"

@@ -150,6 +150,8 @@ class Proxy:
         self._keep_key = keep_key
         self._hold = HoldQueue(settings, groups, metrics)
         self.suspects = Suspects(settings.hold_timeout_seconds)
+        # A request that waits for the end of a trial may go to another group.
+        groups.returned = self.suspects.notify
         groups.died = lambda generation, reported: self.suspects.died(
             generation.name, generation.exposures, reported=reported, cause=generation.cause
         )
@@ -363,7 +365,8 @@ class Proxy:
         self, exchange: Exchange, admits: Callable[[RoutedGroup], bool] | None = None
     ) -> tuple[RoutedGroup, EngineGeneration]:
         """Return a group and its engine generation, waiting if necessary."""
-        found = self._groups.pick(admits)
+        found = self._groups.pick(lambda group: _continues(exchange, group) and (admits is None or admits(group)))
+        found = found or self._groups.pick(admits)
         if found is None:
             since = time.monotonic()
             exchange.event("held")
@@ -651,6 +654,12 @@ def _split_events(exchange: Exchange, splitter: sse.Splitter, data: bytes) -> li
     if not exchange.keep_tail(splitter.size):
         raise RefusedError(errors.engine_lost("the gateway has no room for an event of the stream"))
     return events
+
+
+def _continues(exchange: Exchange, group: RoutedGroup) -> bool:
+    """Return whether the group's engine can continue the response, which may have begun."""
+    present = group.engine.present
+    return not exchange.request.begun or (present is not None and present.model == exchange.model)
 
 
 def _repeatable(exchange: Exchange) -> bool:

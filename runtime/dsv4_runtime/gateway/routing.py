@@ -581,6 +581,9 @@ class Groups:
         """See `EngineView`."""
         self.reported: Callable[[RoutedGroup, AgentStatus], None] = lambda group, status: None
         """Called with every status of an agent."""
+        self.returned: Callable[[], None] = lambda: None
+        """Called when the engine of another group becomes available."""
+        self._present = frozenset[int]()
 
     async def run(self) -> None:
         """Watch all groups until cancelled."""
@@ -671,3 +674,7 @@ class Groups:
             self._settled.set()
         else:
             self._settled.clear()
+        before = self._present
+        self._present = frozenset(index for index, group in self.all.items() if group.engine.present is not None)
+        if self._present - before:
+            self.returned()

@@ -120,7 +120,7 @@ class Suspects:
         self._trial: Trial | None = None
         self._changed = asyncio.Event()
         self._found: list[FatalRequest] = []
-        self.kinds = FatalKinds(clock, self._notify)
+        self.kinds = FatalKinds(clock, self.notify)
 
     @property
     def found(self) -> FatalRequests:
@@ -182,7 +182,7 @@ class Suspects:
     def wait(self, exchange: Hashable, digest: bytes) -> None:
         """Queue a suspect for its trial."""
         self._waiting[exchange] = self._records[digest]
-        self._notify()
+        self.notify()
 
     def is_next(self, exchange: Hashable) -> bool:
         """Return whether the trial of a queued suspect may begin."""
@@ -191,19 +191,19 @@ class Suspects:
     def begin(self, exchange: Hashable, group: object) -> Trial:
         """Begin the trial of a queued suspect in `group`."""
         self._trial = Trial(self._waiting.pop(exchange), group)
-        self._notify()
+        self.notify()
         return self._trial
 
     def stop_waiting(self, exchange: Hashable) -> None:
         """Remove a suspect from the queue. Idempotent."""
         if self._waiting.pop(exchange, None) is not None:
-            self._notify()
+            self.notify()
 
     def end(self, trial: Trial) -> None:
         """End a trial and release the other requests. Idempotent."""
         if self._trial is trial:
             self._trial = None
-            self._notify()
+            self.notify()
 
     def has_deaths(self, digest: bytes) -> bool:
         """Return whether the request has recorded deaths."""
@@ -229,7 +229,8 @@ class Suspects:
             self._next = max(order, key=likely)
         return self._next
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake requests that wait for a change of trials, deaths or groups."""
         self._next = None
         self._changed.set()
         self._changed = asyncio.Event()
@@ -240,7 +241,7 @@ class Suspects:
         if record is not None and not record.convicted:
             record.deaths.clear()
             record.lived = 0.0
-            self._notify()
+            self.notify()
 
     def died(self, generation: str, exposures: Exposures, *, reported: bool, cause: Cause | None = None) -> None:
         """Attribute a death to every request that may have been in the engine.
@@ -272,7 +273,7 @@ class Suspects:
         if reported:
             self.kinds.died(generation, {digest: found[0].kinds for digest, found in exposed.items()}, cause)
         self._forget_old(now)
-        self._notify()
+        self.notify()
 
     def _convict(self, record: Record, exposure: Exposure, generation: str) -> None:
         record.convicted = engines = len(record.deaths)

@@ -185,3 +185,19 @@ def test_following_a_log_that_is_moved_and_one_that_is_cut(
 
     local.print_logs(state, request(component=LogComponent.LOOP, follow=True), wait=wait)
     assert capsys.readouterr().out.splitlines() == ["first", "last of the old", "new", "a"]
+
+
+def test_lines_name_their_group_although_the_others_have_no_files_here(
+    state: DeploymentState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are on other machines, or were given up."""
+    deployment = state.manifest()
+    assert deployment is not None
+    several = deployment.spec.model_copy(update={"replicas": 2})
+    state.save_manifest(deployment.model_copy(update={"spec": several}))
+    local.print_logs(state, request(component=LogComponent.RAY))
+    assert capsys.readouterr().out == "[group 0 1 ray] joined\n"
+    state.forget_incarnations()
+    write(state, 1, 0, "vllm", "ready\n", group=1)
+    local.print_logs(state, request())
+    assert capsys.readouterr().out == "[group 1 0 vllm] ready\n"

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from dsv4_operator.api import ConditionType, GroupPhase
 from dsv4_operator.cli import render, up
-from dsv4_operator.cli.output import ExitCode
+from dsv4_operator.cli.output import CommandError, ExitCode
 from dsv4_operator.cli.up import Stage, StartOutcome
 from dsv4_runtime.contract import Cause, Phase
+from dsv4_testkit.rollout_world import Asked, World
 
 
 def starting(make: Any, *members: Any, **more: Any) -> Any:
@@ -124,3 +126,43 @@ def test_waiting_for(make: Any) -> None:
     assert all(part in missing for part in ("rank 1", "not started"))
     idle = make.status(make.group(GroupPhase.PENDING, members=()), ready=False, conditions=())
     assert up.pending_reason(idle) == "it is Starting"
+
+
+def test_an_attached_up_continues_while_a_group_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(asked=Asked(replicas=2))
+    world.until(lambda: world.all_serve(0))
+    signals = SimpleNamespace(count=0)
+
+    def text() -> str:
+        return world.deployment.model_copy(update={"status": world.kept}).to_json()
+
+    state: Any = SimpleNamespace(name="nano", object_text=text, log="loop.log", root=None)
+    process: Any = SimpleNamespace(poll=lambda: None, returncode=None, pid=1)
+    started = up.StartedDeployment(state, process, cast("Any", signals), None, detach=False, timeout=1)
+
+    def give_up(index: int) -> None:
+        while world.group(index).phase is not GroupPhase.FAILED:
+            for member in world.alive(index) if world.group(index).phase is GroupPhase.SERVING else ():
+                member.fail(Cause.CONFIG_ERROR, world.now)
+            world.go_on()
+
+    give_up(1)
+    for member in world.alive(0):
+        member.fail(Cause.ENGINE_CORE_DIED, world.now)
+    world.until(lambda: world.group(0).history and world.group(0).phase is GroupPhase.SERVING)
+    polls = iter((0, 0, 1))
+
+    def end(_: float) -> None:
+        signals.count = next(polls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(up.time, "sleep", end)
+        assert started.wait_until_end() is ExitCode.INTERRUPTED
+        assert "group 1" in capsys.readouterr().out
+        # The latest death is that of the other group, which recovered.
+        outcome = up.start_outcome(world.kept, world.deployment.metadata.generation)
+        assert (outcome.stage, outcome.code) == (Stage.FAILED, ExitCode.BAD_INPUT)
+        give_up(0)
+        signals.count, polls = 0, iter((0, 0, 1))
+        with pytest.raises(CommandError, match="group 0 used up"):
+            started.wait_until_end()

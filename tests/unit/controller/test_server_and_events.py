@@ -27,6 +27,7 @@ from dsv4_operator.api.deployment import API_VERSION, parse
 from dsv4_operator.api.status import MeasuredItem, MeasuredStatus
 from dsv4_operator.controller import observability
 from dsv4_operator.controller.observability import OperatorMetrics, ProbeServer, Recorder, event_manifest
+from dsv4_operator.controller.reconcile import _log_event
 from dsv4_operator.kube import AlreadyExists, Manifest, NotFound, Resource
 from dsv4_operator.lifecycle import Event, EventType
 from dsv4_runtime.contract import Cause
@@ -137,6 +138,17 @@ def test_the_same_event_has_the_same_name_and_another_one_has_not() -> None:
     assert (one["type"], one["reason"]) == ("Warning", "GroupDead")
     assert one["regarding"]["uid"] == "1-2-3"
     assert one["regarding"]["apiVersion"] == API_VERSION, "that of `kubectl events --for`"
+
+
+def test_the_log_of_a_loop_names_the_group_of_an_event(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "dsv4")
+    _log_event(Event(EventType.WARNING, Reason.GROUP_DEAD, "EngineCoreDied on member 0", 1))
+    _log_event(Event(EventType.WARNING, Reason.ENDPOINT_NOT_READY, "no answer"))
+    assert [record.message for record in caplog.records] == [
+        "Warning GroupDead: group 1: EngineCoreDied on member 0",
+        "Warning EndpointNotReady: no answer",
+    ]
+    assert caplog.records[0].group == 1  # type: ignore[attr-defined]
 
 
 def test_a_note_is_cut_to_the_servers_limit_between_characters() -> None:

@@ -106,6 +106,37 @@ async def test_a_stream_is_not_continued_by_another_model(kit, model):
         assert other.requests == []
 
 
+async def test_a_stream_continues_in_the_group_with_its_model(kit):
+    """In a rollout of three groups, the least busy one can have another specification."""
+    async with (
+        kit.Lab(engine=kit.Engine(model="new")) as new,
+        kit.Lab(engine=kit.Engine(model="old")) as old,
+        kit.Lab(engine=kit.Engine(model="old", pause=0.02)) as lab,
+    ):
+        lab.point(lab.upstream, others={new.upstream: None, old.upstream: None})
+        groups = lab.gateway._groups
+        await until(lambda: len(groups.all) == 3 and all(group.engine.present for group in groups.all.values()))
+        lab.engine.faults = [kit.Fault(after=7, back=60.0)]
+        _, body = await lab.post(COMPLETIONS, {**ASK, "stream": True, "max_tokens": 40})
+        assert kit.chunks(body)[-1] == "[DONE]"
+        assert (len(new.engine.requests), len(old.engine.requests)) == (0, 1)
+
+
+async def test_a_request_that_waits_for_a_trial_goes_to_a_group_that_comes_back(kit, monkeypatch):
+    async with pair(kit) as (lab, other):
+        groups = lab.gateway._groups
+        await other.change(phase="Restarting", health="Dead")
+        await until(lambda: not groups.all[1].engine.present)
+        # As during a trial in the first group.
+        monkeypatch.setattr(lab.gateway._proxy.suspects, "admits", lambda group, _: group is groups.all[1])
+        asked = asyncio.ensure_future(lab.post(COMPLETIONS, ASK))
+        await until(lambda: lab.gateway._proxy._hold._count)
+        await other.change(phase="Serving", health="Healthy", generation=2)
+        async with asyncio.timeout(60):
+            assert (await asked)[0] == 200
+        assert (len(lab.engine.requests), len(other.requests)) == (0, 1)
+
+
 @pytest.mark.parametrize(("next_life", "goes_on"), [({"generation": 2}, True), ({"incarnation": 2}, False)])
 async def test_without_a_model_digest_streams_continue_only_within_an_incarnation(kit, next_life, goes_on):
     async with kit.Lab(engine=kit.Engine(pause=0.02)) as lab:

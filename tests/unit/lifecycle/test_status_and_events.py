@@ -12,6 +12,7 @@ from dsv4_operator.api import (
     ConditionType,
     DeploymentPhase,
     DeploymentStatus,
+    FailureStatus,
     GroupPhase,
     GroupStatus,
     MoveStatus,
@@ -198,6 +199,23 @@ def test_progress_without_a_problem_follows_from_the_groups(scene: Scene, phase:
         known = scene.deployment.model_copy(update={"status": saved})
         serving = GroupStatus(index=0, phase=GroupPhase.SERVING)
         assert reason(update_status(known, [serving], scene.now), ConditionType.PROGRESSING) is Reason.STEADY
+
+
+def test_each_group_that_was_given_up_has_an_event_of_its_own(scene: Scene) -> None:
+    def failed(index: int, cause: Cause) -> GroupStatus:
+        last = FailureStatus(time=1.0, cause=cause, deterministic=True)
+        return GroupStatus(index=index, phase=GroupPhase.FAILED, last_failure=last, history=(last,))
+
+    spec = scene.deployment.spec.model_copy(update={"replicas": 2})
+    deployment = scene.deployment.model_copy(update={"spec": spec})
+    first, second = failed(0, Cause.CONFIG_ERROR), failed(1, Cause.WEIGHTS_CORRUPT)
+    one = compute_status(deployment, [first, GroupStatus(index=1)], None, URL, None, None, scene.now)
+    both = compute_status(deployment, [first, second], None, URL, None, one, scene.now)
+    found = [each for each in (*events(None, one), *events(one, both)) if each.reason is Reason.RECOVERY_EXHAUSTED]
+    assert [each.group for each in found] == [0, 1]
+    for each, cause, other in zip(found, ("ConfigError", "WeightsCorrupt"), (1, 0), strict=True):
+        assert cause in each.message
+        assert f"group {other}" not in each.message
 
 
 def test_suspend(scene: Scene) -> None:

@@ -318,11 +318,17 @@ def _log_files(state: DeploymentState, options: LogOptions) -> dict[Path, LogOri
         found[state.log] = LogOrigin(None, options.component)
     else:
         groups = [group for group in state.groups() if state.incarnations(group)]
+        several = groups not in ([], [0])
+        if not several:
+            # The others may have files on other machines, or none any more.
+            with suppress(OSError, ValidationError):
+                manifest = state.manifest()
+                several = manifest is not None and manifest.spec.replicas > 1
         for group in groups:
             for rank, member in _members(state, group):
                 if options.rank in (None, rank):
                     for component in options.components:
-                        origin = LogOrigin(rank, component, group if len(groups) > 1 else None)
+                        origin = LogOrigin(rank, component, group if several else None)
                         found[member / f"{component}.log"] = origin
     return {path: origin for path, origin in found.items() if path.exists()}
 

@@ -542,6 +542,20 @@ CONTROL = (
         ("tests/unit/pods/test_kuberay.py",),
     ),
     Mutant(
+        "one group that was given up ends an attached up",
+        f"{_OPERATOR}/cli/up.py",
+        " and outcome.final and not self._may_answer():",
+        " and outcome.final:",
+        ("tests/unit/cli/test_progress.py",),
+    ),
+    Mutant(
+        "the exit code is that of a group that recovered",
+        f"{_OPERATOR}/cli/up.py",
+        "for group in failed or status.groups if",
+        "for group in status.groups if",
+        ("tests/unit/cli/test_progress.py",),
+    ),
+    Mutant(
         "a full disk stops the status",
         f"{_OPERATOR}/controller/standalone.py",
         "        processes.keep_text(STATUS, changed.to_json())\n        await write(changed)\n",

@@ -105,6 +105,20 @@ GATEWAY = (
         ("tests/unit/gateway/test_suspects.py",),
     ),
     Mutant(
+        "a stream that can be continued goes to the least busy group",
+        "runtime/dsv4_runtime/gateway/proxy.py",
+        "lambda group: _continues(exchange, group) and (",
+        "lambda group: (",
+        ("tests/unit/gateway/test_groups.py",),
+    ),
+    Mutant(
+        "a group that comes back during a trial is not noticed",
+        "runtime/dsv4_runtime/gateway/routing.py",
+        "            self.returned()\n",
+        "            pass\n",
+        ("tests/unit/gateway/test_groups.py",),
+    ),
+    Mutant(
         "a stream with stop strings is continued",
         "runtime/dsv4_runtime/gateway/continuation.py",
         '"stop_token_ids", "ignore_eos"',
