@@ -72,6 +72,18 @@ def versions(deployment: DSV4Deployment, known: DeploymentStatus) -> tuple[DSV4D
     return deployment, served
 
 
+def answering_version(deployment: DSV4Deployment, known: DeploymentStatus) -> DSV4Deployment:
+    """Return the version whose model the gateways serve: the served one while all groups have it, else `deployment`.
+
+    They have it before a change begins, while its plan is refused, and after it was given up.
+    """
+    revisions = {group.revision for group in known.groups[: deployment.spec.replicas]}
+    if not revisions or revision(deployment) in revisions:
+        return deployment
+    served = _served(deployment, known.rollout)
+    return served if served is not None and revisions == {revision(served)} else deployment
+
+
 def decide_groups(
     deployment: DSV4Deployment,
     observed: Sequence[Observed],

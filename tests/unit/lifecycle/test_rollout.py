@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import pytest
 
 from dsv4_operator.api import ConditionStatus, ConditionType, GroupPhase, GroupStatus, Reason
-from dsv4_operator.lifecycle import EventType
+from dsv4_operator.lifecycle import EventType, answering_version
 from dsv4_operator.lifecycle.decide import WAITS_FOR_OTHERS
 from dsv4_operator.lifecycle.rollout import _failed
 from dsv4_runtime.contract import Phase
-from dsv4_testkit.rollout_world import DEADLINE, LIFE, NODES, Asked, World
+from dsv4_testkit.rollout_world import DEADLINE, LIFE, NODES, Asked, World, seed_of
 
 
 def serving_world(**asked: object) -> World:
@@ -63,6 +63,31 @@ def test_fields_that_members_do_not_depend_on_cause_no_restart(changes: Mapping[
     world.go_on(10)
     assert world.members == before
     assert world.kept.updated_replicas == 2
+
+
+@pytest.mark.parametrize("ends", ["refused", "given up", "served"])
+def test_gateways_have_the_served_version_until_a_group_has_another_one(ends: str) -> None:
+    """Names of the model may differ: a gateway with others would refuse each request."""
+    world = serving_world()
+    if ends == "refused":
+        world.refused = {1}
+    elif ends == "given up":
+        world.bad[1] = "config"
+    world.asked = world.asked.but(seed=1)
+
+    def seed() -> int:
+        return seed_of(answering_version(world.deployment, world.kept))
+
+    assert seed() == 0, "no group has begun"
+    if ends == "refused":
+        world.go_on(50)
+        assert world.all_serve(0)
+    elif ends == "given up":
+        world.until(lambda: bool(world.kept.rollout.rejected))
+        world.until(lambda: world.all_serve(0))
+    else:
+        world.until(lambda: world.all_serve(1))
+    assert seed() == (1 if ends == "served" else 0)
 
 
 @pytest.mark.parametrize("how", ["config", "dies", "never"])

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, GroupStatus, RolloutStatus
 from dsv4_operator.backends.pods.cluster import Cluster
 from dsv4_operator.backends.pods.frontend import Frontend, routed_groups, was_placed
 from dsv4_operator.builders import names
 from dsv4_operator.builders.member import head_service
 from dsv4_operator.kube import Forbidden
+from dsv4_operator.planning.revision import formed_from, revision
 from dsv4_testkit.pod_objects import ALLOWED, deployment
 from dsv4_testkit.pods_world import FailingKube
 
@@ -156,3 +157,24 @@ async def test_a_gateway_without_its_label_is_no_error() -> None:
     del world.server.objects["Deployment", "team", "nano-1-gateway"]["metadata"]["labels"][names.GROUP]
     await world.ensure(1, groups(GroupPhase.SERVING))
     assert "nano-0-gateway" in world.gateways()
+
+
+async def test_the_names_of_the_model_are_those_of_the_version_that_groups_have() -> None:
+    def named(name: str) -> DSV4Deployment:
+        found = world.wanted(1)
+        model = found.spec.model.model_copy(update={"served_names": (name,)})
+        return found.model_copy(update={"spec": found.spec.model_copy(update={"model": model})})
+
+    async def accepted(wanted: DSV4Deployment, *, of: DSV4Deployment) -> list[str]:
+        group = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1, revision=revision(of))
+        status = DeploymentStatus(groups=(group,), rollout=RolloutStatus(served=formed_from(old)))
+        await world.frontend.ensure(wanted, status)
+        config = world.server.objects["ConfigMap", "team", "nano-0-gateway"]
+        return list(json.loads(config["data"]["settings.json"])["servedNames"])
+
+    world = World()
+    old, new = named("old"), named("new")
+    assert await accepted(old, of=old) == ["old"]
+    # The change has not begun, or it was refused or given up.
+    assert await accepted(new, of=old) == ["old"]
+    assert await accepted(new, of=new) == ["new"]

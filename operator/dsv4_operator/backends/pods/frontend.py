@@ -22,7 +22,7 @@ from dsv4_operator.builders import frontend, member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SECRETS, SERVICES, Client, Conflict, KubeError, KubeReader
 from dsv4_operator.kube.cache import Versions
-from dsv4_operator.lifecycle import given_up
+from dsv4_operator.lifecycle import answering_version, given_up
 from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_runtime.contract.token import new_key, new_token
 
@@ -159,7 +159,7 @@ class Frontend:
         self._cluster = cluster
         self._token_key = token_key
         self._sweep = sweep
-        self._built: tuple[DSV4Deployment, list[str | None], bool, list[Manifest]] | None = None
+        self._built: tuple[DSV4Deployment, object, list[Manifest]] | None = None
         """Inputs of the latest objects, and the objects."""
         self._applied: list[Manifest] = []
         self._interrupted = False
@@ -175,11 +175,13 @@ class Frontend:
         """See `PodsBackend.ensure_frontend`."""
         lost = [given_up(deployment, status, group) for group in range(routed_groups(deployment, status))]
         placed = was_placed(status)
-        if self._built is None or self._built[0] is not deployment or self._built[1:3] != (lost, placed):
-            image = self._cluster.image(deployment)
-            made = _objects(deployment, lost, image, placed=placed, variables=self._cluster.variables)
-            self._built = deployment, lost, placed, made
-        wanted = self._built[3]
+        inputs = lost, placed, status.rollout.served, [group.revision for group in status.groups]
+        if self._built is None or self._built[0] is not deployment or self._built[1] != inputs:
+            # Names of the model can differ between versions.
+            version, image = answering_version(deployment, status), self._cluster.image(deployment)
+            made = _objects(version, lost, image, placed=placed, variables=self._cluster.variables)
+            self._built = deployment, inputs, made
+        wanted = self._built[2]
         due = time.monotonic() - self._time > _AGAIN_SECONDS
         everything = due or self._interrupted
         if wanted is self._applied and not everything:

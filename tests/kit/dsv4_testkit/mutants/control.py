@@ -556,6 +556,20 @@ CONTROL = (
         ("tests/unit/cli/test_progress.py",),
     ),
     Mutant(
+        "gateways have the names of a change that was given up",
+        f"{_OPERATOR}/lifecycle/rollout.py",
+        "return served if served is not None and revisions == {revision(served)} else deployment",
+        "return deployment",
+        ("tests/unit/lifecycle/test_rollout.py",),
+    ),
+    Mutant(
+        "a backend ignores which version answers",
+        f"{_OPERATOR}/backends/pods/frontend.py",
+        "made = _objects(version, lost,",
+        "made = _objects(deployment, lost,",
+        ("tests/unit/pods/test_frontend.py",),
+    ),
+    Mutant(
         "a full disk stops the status",
         f"{_OPERATOR}/controller/standalone.py",
         "        processes.keep_text(STATUS, changed.to_json())\n        await write(changed)\n",
