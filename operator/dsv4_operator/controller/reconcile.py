@@ -165,6 +165,8 @@ class Reconciler:
         """Running actions that take longer than `_ACT_SECONDS`, by group, with the status at their start."""
         self._evidence: dict[tuple[int, int], asyncio.Task[str | None]] = {}
         """Running evidence collections, by group and incarnation; each takes up to 15 s."""
+        self._collected_of: dict[int, int] = {}
+        """By group: incarnation of the latest collection that this process began."""
         self._anomalies: dict[int, dict[str, float]] = {}
         """By group: texts of `Observed.anomalies`, with the Unix time of the latest event about each."""
         self._unplanned: dict[int, Exception] = {}
@@ -536,11 +538,16 @@ class Reconciler:
     ) -> tuple[bool, GroupStatus]:
         """Return whether no evidence collection of the action's incarnation is running, and the status with its result.
 
-        Starts a collection for `CollectEvidence`. Members are ended only after their evidence was collected.
+        Starts a collection for `CollectEvidence`, and before the members are ended if an earlier process may not have
+        completed it.
         """
         key, incarnation = action.key, action.incarnation
-        name = key.group, incarnation
-        if isinstance(action, CollectEvidence) and name not in self._evidence:
+        name, last = (key.group, incarnation), status.last_failure
+        dead = status.phase in (GroupPhase.RECOVERING, GroupPhase.FAILED) and isinstance(action, Fence)
+        missing = dead and last is not None and last.incarnation == incarnation and last.evidence is None
+        interrupted = missing and self._collected_of.get(key.group) != incarnation
+        if (isinstance(action, CollectEvidence) or interrupted) and name not in self._evidence:
+            self._collected_of[key.group] = incarnation
             work = self._collect(deployment, key.group, incarnation)
             self._evidence[name] = asyncio.create_task(work)
         task = self._evidence.get(name)

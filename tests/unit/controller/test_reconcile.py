@@ -33,6 +33,7 @@ async def test_evidence_that_cannot_be_saved_delays_nothing(world: tuple) -> Non
     clock.now += 5
     members.end(1, 1, clock.now)
     await until_formed(members, reconciler, deployment, 2)
+    assert members.calls.count("evidence 1") == 1
     assert members.calls.index("evidence 1") < members.calls.index("fence 1") < members.calls.index("ensure 2")
 
 
@@ -347,3 +348,27 @@ async def test_the_next_process_keeps_the_problem_of_the_front_end(world: tuple)
     healthy.calls.clear()
     await Reconciler(healthy, ENDPOINTS, save=saved.save, clock=clock).reconcile(saved[-1])
     assert healthy.calls == ["frontend"]
+
+
+async def test_evidence_that_an_earlier_process_did_not_complete_is_collected_once(world: tuple) -> None:
+    members, first, saved, clock = world
+    deployment = load(NANO)
+    await until_served(members, first, deployment, clock)
+    members.evidence_there.clear()
+    clock.now += 5
+    members.end(1, 1, clock.now)
+    await first.reconcile(deployment)
+    before = saved[-1]
+    assert before.status.groups[0].phase is GroupPhase.RECOVERING
+    # This process is killed.
+    await first.close()
+    members.evidence_there.set()
+    members.calls.clear()
+    for _ in range(2):
+        following = Reconciler(members, ENDPOINTS, save=saved.save, clock=clock)
+        clock.now += 1
+        await until_formed(members, following, saved[-1], 2)
+        await following.close()
+    assert members.calls.count("evidence 1") == 1
+    assert members.calls.index("evidence 1") < members.calls.index("fence 1") < members.calls.index("ensure 2")
+    assert saved[-1].status.groups[0].last_failure.evidence

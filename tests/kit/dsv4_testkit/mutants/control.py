@@ -570,6 +570,20 @@ CONTROL = (
         ("tests/unit/pods/test_frontend.py",),
     ),
     Mutant(
+        "evidence of an interrupted collection is lost",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "interrupted = missing and ",
+        "interrupted = False and ",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
+        "a failed collection of evidence is repeated",
+        f"{_OPERATOR}/controller/reconcile.py",
+        "            self._collected_of[key.group] = incarnation\n",
+        "",
+        ("tests/unit/controller/test_reconcile.py",),
+    ),
+    Mutant(
         "a full disk stops the status",
         f"{_OPERATOR}/controller/standalone.py",
         "        processes.keep_text(STATUS, changed.to_json())\n        await write(changed)\n",
