@@ -256,7 +256,7 @@ class _Client:
             if wanted is None:
                 # Nothing is downloaded: the weights of the earlier software are there.
                 limit = min(limit, spec.rollout.progress_deadline)
-            return await self._upgrade(root, settings, limit, serving=not known.fallback)
+            return await self._upgrade(root, known, settings, limit)
         # Not before: `down` uses the software of the record, and a refused move is checked again by the next `up`.
         _save(root, record)
         code = await self._start(settings, last=bool(moved))
@@ -278,38 +278,50 @@ class _Client:
     async def _tidy(self, root: Path, settings: Sequence[Settings]) -> None:
         """Remove the earlier software, after this one has served; the next `up` removes what cannot be removed now."""
         record = settings[0].record.model_copy(update={"fallback": ""})
+        # Before: after an interruption, the next `up` must not go back to software that may be gone.
+        _save(root, record)
         outcome = await self._try(self._all({one.host: self._machine("tidy", one, _STEP_SECONDS) for one in settings}))
         if isinstance(outcome, Exception):
             note(f"the earlier software could not be removed: {outcome}")
         else:
-            record = record.model_copy(update={"unused": ()})
-        _save(root, record)
+            _save(root, record.model_copy(update={"unused": ()}))
 
-    async def _upgrade(self, root: Path, settings: Sequence[Settings], limit: float, *, serving: bool) -> ExitCode:
+    async def _upgrade(self, root: Path, known: Record, settings: Sequence[Settings], limit: float) -> ExitCode:
         """Start a deployment with other software, and go back to the earlier one if it does not become ready.
 
         Clients wait in the queue of the listening socket until a loop has it, then in its gateways.
 
         Args:
             root: state directory of this machine.
+            known: the record until now.
             settings: the machines' parts.
             limit: seconds in which the other software has to be ready, if there is one to go back to.
-            serving: the software of `fallback` may serve now.
 
         Raises:
             CommandError: it is refused, or did not become ready with the new software.
         """
         record = settings[0].record
         async with self._held(settings[0]):
-            ended = await self._machine("prepare", settings[0], _STEP_SECONDS * 2)
-            if serving and not ended:
+            # Before `prepare` ends the members: after an interruption, the next `up` finds none, and has to know that
+            # there is software to go back to.
+            unused = {*known.unused, record.software} - {known.software}
+            changes = {"fallback": known.fallback or known.software, "unused": tuple(sorted(unused))}
+            _save(root, known.model_copy(update=changes))
+            try:
+                ended = await self._machine("prepare", settings[0], _STEP_SECONDS * 2)
+            except CommandError as error:
+                if error.code is ExitCode.BAD_INPUT:
+                    # It was refused, and ended nothing.
+                    _save(root, known)
+                raise
+            if not known.fallback and not ended:
                 # Nothing ran, so there is nothing to go back to.
                 record = record.model_copy(update={"fallback": ""})
                 settings = [each.model_copy(update={"record": record}) for each in settings]
             elif record.fallback:
                 # An attempt that was interrupted may have had a failure of its own.
-                changes = {"timeout": limit, "replaces": bool(ended)}
-                settings = [each.model_copy(update=changes) for each in settings]
+                own = {"timeout": limit, "replaces": bool(ended)}
+                settings = [each.model_copy(update=own) for each in settings]
             _save(root, record)
             try:
                 code = await self._start(settings, last=True)
@@ -406,6 +418,13 @@ class _Client:
                 settings = Settings(record=record, host=host.name)
                 outcome = await self._try(self._machine(action, settings, _STEP_SECONDS * 2))
                 failed += [str(outcome)] if isinstance(outcome, Exception) else []
+        if uninstall and not failed:
+            # Without their software: an earlier removal ended there, or was interrupted at its end.
+            words = ["remove", record.inventory.state_dir, record.name, Path(record.software).name]
+            for host in hosts:
+                if host not in there:
+                    removed = await self._try(self._bootstrap(record, host, words, seconds=_STEP_SECONDS * 2))
+                    failed += [str(removed)] if isinstance(removed, Exception) else []
         if failed:
             raise CommandError(*failed, f"{record.name} may run on these machines; repeat the command when they answer")
         if uninstall:

@@ -571,10 +571,13 @@ def remove(settings: Settings) -> ExitCode:
     else:
         if _is_ours(_COMMAND):
             _COMMAND.unlink()
-        for mark in root.glob(f"{SOFTWARE}/*/{COMPLETE}"):
-            _remove_software(mark.parent)
-        for name in (settings.members.root.name, "cache", SOFTWARE):
+        for name in (settings.members.root.name, "cache"):
             shutil.rmtree(root / name, ignore_errors=True)
+        # That of the record last: a repeated call after an interruption runs with it.
+        own = Path(settings.record.software).name
+        for path in sorted((root / SOFTWARE).glob("*"), key=lambda path: path.name == own):
+            _remove_software(path)
+        shutil.rmtree(root / SOFTWARE, ignore_errors=True)
         # It may have records of deployments on other machines, with their keys.
         with contextlib.suppress(OSError):
             (root / REMOTE).rmdir()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -317,7 +318,7 @@ def test_up_follows_a_changed_address(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 V1, V2, V3 = (f"/var/lib/dsv4/software/{name}" for name in ("one", "two", "three"))
-_EVENTS = st.tuples(st.sampled_from([V1, V2, V3]), st.sampled_from(["served", "interrupted", "back"]))
+_EVENTS = st.tuples(st.sampled_from([V1, V2, V3]), st.sampled_from(["served", "interrupted", "ended", "back"]))
 
 
 @given(st.lists(_EVENTS, max_size=8))
@@ -334,7 +335,15 @@ def test_the_software_that_served_is_never_removed(events: list[tuple[str, str]]
         elif end == "back" and fallback:
             unused = tuple({*unused, software} - {fallback})
             software, fallback = fallback, ""
+        elif end == "ended":
+            # Interrupted before the first start of the other software.
+            unused = tuple({*known.unused, software} - {known.software})
+            software, fallback = known.software, known.fallback or known.software
         known = known.model_copy(update={"software": software, "fallback": fallback, "unused": unused})
+
+
+class Killed(BaseException):
+    """End of the client in the middle of its work."""
 
 
 class Machines:
@@ -344,8 +353,9 @@ class Machines:
         self.done: list[str] = []
         self.runs = True
         self.waits: list[int | CommandError] = []
-        self.fails: dict[str, Exception] = {}
+        self.fails: dict[str, BaseException] = {}
         self.software = ""
+        self.installed: list[str] = []
         self.waited: list[Settings] = []
         self.loops: dict[str, dict[str, str]] = {}
         found = {
@@ -355,7 +365,7 @@ class Machines:
         machines = self
 
         async def check(client: object, target: str, state_dir: str) -> dict[str, object]:
-            return {**found[target], "loops": machines.loops}
+            return {**found[target], "loops": machines.loops, "software": machines.installed}
 
         async def act(client: object, action: str, given: Settings, seconds: float, *, shown: bool = True) -> list[str]:
             machines.done.append(f"{action} {given.host} {Path(given.record.software).name}")
@@ -527,8 +537,80 @@ def test_a_deployment_that_did_not_run_does_not_go_back(machines: Machines) -> N
     assert machines.record().unused == ()
 
 
+def end_in_prepare(machines: Machines, error: BaseException) -> None:
+    """Interrupt an upgrade after its `prepare` has ended the members."""
+    machines.fails["prepare"] = error
+    with pytest.raises((Killed, CommandError)):
+        machines.up()
+    machines.runs = False
+    assert machines.done == ["hold", f"prepare spark-1 {machines.software}", "let go"]
+    found = machines.record()
+    assert (found.software, found.fallback) == (V1, V1)
+    assert [Path(path).name for path in found.unused] == [machines.software]
+
+
+@pytest.mark.parametrize(
+    "error", [Killed(), SshError("spark-1: no route to host"), CommandError("spark-1: `systemctl` failed")]
+)
+def test_an_upgrade_that_ended_the_members_can_still_go_back(error: BaseException, machines: Machines) -> None:
+    end_in_prepare(machines, error)
+    with pytest.raises(CommandError, match="serves again with the earlier"):
+        machines.up(1, 0)
+    found = machines.record()
+    assert (found.software, found.fallback) == (V1, "")
+    assert [Path(path).name for path in found.unused] == [machines.software]
+
+
+def test_an_upgrade_that_ended_the_members_continues(machines: Machines) -> None:
+    end_in_prepare(machines, Killed())
+    assert machines.up(0) is ExitCode.OK
+    new = machines.software
+    assert machines.done[-2:] == [f"tidy spark-1 {new}", f"tidy spark-2 {new}"]
+    found = machines.record()
+    assert (Path(found.software).name, found.fallback, found.unused) == (new, "", ())
+
+
+def test_the_earlier_software_returns_after_an_interrupted_upgrade(tmp_path: Path, machines: Machines) -> None:
+    assert machines.up(0) is ExitCode.OK
+    served = machines.record()
+    save_record(tmp_path, served.model_copy(update={"fallback": served.software, "unused": (V2,)}))
+    machines.runs = False
+    applied = [f"apply spark-1 {machines.software}", f"apply spark-2 {machines.software}"]
+    assert machines.up(1) is ExitCode.FAILED, "there is nothing to go back to"
+    assert machines.done == applied
+    assert machines.record() == served.model_copy(update={"unused": (V2,)})
+    assert machines.up(0) is ExitCode.OK
+    assert machines.done == [*applied, f"tidy spark-1 {machines.software}", f"tidy spark-2 {machines.software}"]
+    assert machines.record() == served
+
+
+@pytest.mark.parametrize("uninstall", [False, True])
+def test_an_interrupted_upgrade_is_ended(uninstall: bool, tmp_path: Path, machines: Machines) -> None:
+    end_in_prepare(machines, Killed())
+    machines.installed = ["one", machines.software]
+    machines.done.clear()
+    assert hosts.down(tmp_path, machines.record(), uninstall=uninstall) is ExitCode.OK
+    ended = ["stop-loop spark-1 one", "stop-host spark-1 one", "stop-host spark-2 one"]
+    assert machines.done == [*ended, *(["remove spark-1 one", "remove spark-2 one"] if uninstall else [])]
+    assert (hosts.find(tmp_path, "nano") is None) is uninstall
+
+
+def test_software_that_may_be_removed_does_not_start_again(machines: Machines) -> None:
+    machines.fails["tidy"] = Killed()
+    with pytest.raises(Killed):
+        machines.up(0)
+    found = machines.record()
+    assert (Path(found.software).name, found.fallback, found.unused) == (machines.software, "", (V1,))
+    assert machines.up(1) is ExitCode.FAILED
+    assert not [line for line in machines.done if line.startswith("stop-loop") or line.endswith(" one")]
+    assert machines.up(0) is ExitCode.OK
+    assert machines.done[-1] == f"tidy spark-2 {machines.software}", "the rest"
+    assert machines.record().unused == ()
+
+
 def test_a_refused_upgrade_changes_nothing(machines: Machines) -> None:
-    machines.fails["prepare"] = CommandError("spark-1: nano is already running; it runs with other values")
+    reason = "spark-1: nano is already running; it runs with other values"
+    machines.fails["prepare"] = CommandError(reason, code=ExitCode.BAD_INPUT)
     before = machines.record()
     with pytest.raises(CommandError, match="other values"):
         machines.up()
@@ -860,6 +942,120 @@ def test_software_that_is_removed_in_part_is_not_complete(tmp_path: Path, monkey
     machine.remove(Settings(record=record().model_copy(update={"inventory": inventory}), host="spark-2"))
     assert software.exists()
     assert not (software / bootstrap.COMPLETE).exists()
+
+
+class Removal:
+    """Stand-ins for `hosts.down` of one machine, whose actions run in this process on its files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        monkeypatch.setattr(machine, "_COMMAND", folder / "bin" / "dsv4")
+        self.client, self.root = folder / "client", folder / "machine"
+        inventory = record().inventory
+        changes = {"state_dir": str(self.root), "hosts": inventory.hosts[:1]}
+        inventory = inventory.model_copy(update=changes)
+        changes = {"inventory": inventory, "software": str(self.root / "software" / "abc")}
+        self.record = record().model_copy(update=changes)
+        save_record(self.client, self.record)
+        for state in (inventory.members("nano"), DeploymentState(self.root, "nano")):
+            state.directory.mkdir(parents=True)
+            state.save_manifest(nano())
+        for name in ("cache/triton", "software/aaa", "software/abc", "software/abc.input", "software/zzz"):
+            (self.root / name).mkdir(parents=True)
+            (self.root / name / "file").touch()
+        for name in ("aaa", "abc", "zzz"):
+            (self.root / "software" / name / bootstrap.COMPLETE).touch()
+        self.left: int | None = None
+        """Directories that the first attempt removes before its end; None: all."""
+        remove_tree = shutil.rmtree
+
+        async def check(client: object, target: str, state_dir: str) -> dict[str, object]:
+            return {"software": [path.parent.name for path in self.root.glob(f"software/*/{bootstrap.COMPLETE}")]}
+
+        async def act(client: object, action: str, given: Settings, seconds: float) -> None:
+            if action == "remove":
+                try:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(shutil, "rmtree", remove)
+                        machine.remove(given)
+                except Killed:
+                    raise SshError("spark-1: the connection was lost") from None
+
+        async def start(client: object, known: Record, host: Host, words: list[str], *, seconds: float) -> None:
+            assert words[0] == "remove"
+            try:
+                bootstrap.remove(*words[1:])
+            except ValueError as error:
+                raise CommandError(f"{host.name}: {error}") from None
+
+        def remove(path: Path | str, ignore_errors: bool = False) -> None:
+            if self.left == 0:
+                self.left = None
+                raise Killed
+            self.left = None if self.left is None else self.left - 1
+            remove_tree(path, ignore_errors=ignore_errors)
+
+        for name, stand_in in {"_check": check, "_machine": act, "_bootstrap": start}.items():
+            monkeypatch.setattr(hosts._Client, name, stand_in)
+
+    def run(self) -> ExitCode:
+        return hosts.down(self.client, self.record, uninstall=True)
+
+    def known(self) -> bool:
+        return hosts.find(self.client, "nano") is not None
+
+    def files(self) -> list[str]:
+        return sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("left", range(13))
+def test_an_interrupted_removal_is_completed(left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removal = Removal(monkeypatch, tmp_path)
+    removal.left = left
+    with pytest.raises(CommandError, match="spark-1: the connection was lost"):
+        removal.run()
+    assert removal.known()
+    own = f"software/abc/{bootstrap.COMPLETE}"
+    if own not in removal.files():
+        assert removal.files() in ([], ["software/abc/file"]), "it is removed last"
+    assert removal.run() is ExitCode.OK
+    assert not removal.files()
+    assert not removal.known()
+
+
+def test_the_rest_of_a_removal_by_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removal = Removal(monkeypatch, tmp_path)
+    software = removal.root / "software"
+    (software / "abc" / bootstrap.COMPLETE).unlink()
+    state = DeploymentState(removal.root, "nano")
+    with state.lock(), pytest.raises(CommandError, match=rf"spark-1: nano runs with the files in {state.directory}; "):
+        removal.run()
+    assert removal.known()
+    assert "cache/triton/file" in removal.files()
+    monkeypatch.setattr(bootstrap, "_REMOVE_SECONDS", 0.0)
+    with bootstrap.alone(str(software)), pytest.raises(TimeoutError, match=f"another dsv4 has worked in {software} "):
+        removal.run()
+    (software / "abc" / bootstrap.COMPLETE).touch()
+    with pytest.raises(ValueError, match="software/abc has been installed again; repeat the command"):
+        bootstrap.remove(str(removal.root), "nano", "abc")
+    (software / "abc" / bootstrap.COMPLETE).unlink()
+    # The cache and other software may be in use.
+    other = removal.record.inventory.members("other")
+    other.directory.mkdir()
+    other.save_manifest(nano("other"))
+    assert removal.run() is ExitCode.OK
+    shared = [
+        "cache/triton/file",
+        *(f"software/{name}/{file}" for name in ("aaa", "zzz") for file in (".complete", "file")),
+    ]
+    assert removal.files() == ["_m/other/manifest.json", *shared]
+    # Nothing is left of this one: the machine is that of others now.
+    other.purge()
+    save_record(removal.client, removal.record)
+    assert removal.run() is ExitCode.OK
+    assert removal.files() == shared
+    (software / "abc").mkdir()
+    assert removal.run() is ExitCode.OK
+    assert [path.name for path in removal.root.iterdir()] == []
 
 
 def test_one_client_at_a_time_changes_a_machine(tmp_path: Path) -> None:

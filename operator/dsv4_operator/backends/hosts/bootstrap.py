@@ -1,4 +1,4 @@
-"""Program for machines without dsv4: facts, installation of the software, and its copy from another machine.
+"""Program for machines without dsv4: facts, installation of the software, its copy from another machine, and removal.
 
 The client sends it over ssh to `python3 -c`, so it uses the standard library of Python 3.9 alone. The first argument is
 the action. Results go to stdout, and progress to stderr with one line for each change.
@@ -50,6 +50,8 @@ _MOST_MANIFEST_BYTES = 1 << 28
 _PROGRESS_SECONDS = 2.0
 _INSTALL_SECONDS = 3600.0
 """Longest wait for another installation, which may copy 16 GB over a slow network."""
+_REMOVE_SECONDS = 120.0
+"""Longest wait of a removal for another program: it must not begin after its client has given up."""
 _LOCK_SECONDS = 0.1
 _ENDED = "the other machine ended the connection; is the copy still being served?"
 
@@ -65,6 +67,7 @@ def main() -> None:
         "install": install,
         "serve": serve,
         "fetch": fetch,
+        "remove": remove,
     }
     try:
         actions[action](*arguments)
@@ -167,13 +170,21 @@ def _loops(state_dir: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for file in glob.glob(f"{state_dir}/*/host-key"):
         folder = os.path.dirname(file)
-        with contextlib.suppress(OSError), open(f"{folder}/lock", "rb") as lock:
+        with contextlib.suppress(OSError):
             digest = hashlib.sha256(Path(file).read_bytes().strip()).hexdigest()
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if _runs(folder):
                 found[os.path.basename(folder)] = {"key": digest, "who": started_by(folder)}
     return found
+
+
+def _runs(folder: str) -> bool:
+    """Return whether a process has the lock of the deployment with the files in `folder`."""
+    with contextlib.suppress(OSError), open(f"{folder}/lock", "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def started_by(folder: str) -> str:
@@ -444,6 +455,40 @@ def fetch(directory: str, address: str, port: str) -> None:
         for name in present.keys() - wanted.keys():
             os.unlink(os.path.join(directory, name))
         _complete(directory)
+
+
+def remove(state_dir: str, name: str, identity: str) -> None:
+    """Remove what an interrupted removal left of the deployment `name` and of its software, which is not complete;
+    without other deployments also caches and other software.
+
+    Raises:
+        TimeoutError: another program changes them.
+        ValueError: the deployment runs, or its software has been installed again.
+    """
+    folders, software = [f"{state_dir}/{name}", f"{state_dir}/_m/{name}"], f"{state_dir}/software"
+    own = [*folders, f"{software}/{identity}.input", f"{software}/{identity}"]
+    if not any(os.path.isdir(path) for path in own):
+        return
+    with alone(state_dir, _REMOVE_SECONDS), alone(software, _REMOVE_SECONDS):
+        if os.path.exists(f"{software}/{identity}/{COMPLETE}"):
+            raise ValueError(f"{software}/{identity} has been installed again; repeat the command")
+        for folder in folders:
+            if _runs(folder):
+                raise ValueError(f"{name} runs with the files in {folder}; end its processes, and repeat the command")
+        shared: list[str] = []
+        manifests = [*glob.glob(f"{state_dir}/*/manifest.json"), *glob.glob(f"{state_dir}/_m/*/manifest.json")]
+        if all(os.path.dirname(path) in folders for path in manifests):
+            for mark in glob.glob(f"{software}/*/{COMPLETE}"):
+                os.unlink(mark)
+            os.sync()
+            shared = [f"{state_dir}/cache", *(path for path in glob.glob(f"{software}/*") if path not in own)]
+        # Last what a repeated call looks for.
+        for path in (*shared, *own):
+            if os.path.isdir(path):
+                shutil.rmtree(path)
+        for folder in (software, f"{state_dir}/_m"):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
 
 
 def _receive_missing(directory: str, address: str, port: str, token: bytes) -> dict[str, list[int]]:
