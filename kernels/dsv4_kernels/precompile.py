@@ -78,6 +78,9 @@ _GROUP = "__grp__"
 # Prefix of Triton's files that list the files of a kernel.
 _MANIFEST = "manifest.json"
 _LIBCUDA = "libcuda.so.1"
+_ABANDONED_SECONDS = 86400.0
+"""Least age of the unfinished folder of a writer that was killed; writing takes minutes."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class CompileOnly:
@@ -248,6 +251,7 @@ def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
         ShippedError: the caches have no kernel for `arch`.
         OSError: the folder cannot be written.
     """
+    _remove_abandoned(shipped, arch)
     written = shipped / f".{arch}.{uuid.uuid4().hex}"
     kernels: dict[str, str] = {}
     others: list[str] = []
@@ -291,13 +295,24 @@ def pack(caches: Sequence[Path], shipped: Path, arch: Arch) -> dict[str, Any]:
     return manifest
 
 
+def _remove_abandoned(shipped: Path, arch: Arch) -> None:
+    """Remove the folders of killed writers. By their age, because writers on other machines cannot be seen."""
+    for folder in shipped.glob(f".{arch}.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(folder)
+
+
 def _replace_folder(target: Path, written: Path) -> None:
-    """Rename `written` to `target`, also while others do the same. An engine finds the folder whole or not at all.
+    """Rename `written` to `target`, also while others do the same. An engine finds the folder whole or not at all; the
+    latter only in the moment between two renames where the file system cannot exchange folders.
+
+    `written` is the earlier folder afterwards, or is not there.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    while True:
+    while not _exchange(written, target):
         earlier = target.with_name(f"{written.name}.old")
         with contextlib.suppress(FileNotFoundError):
             target.rename(earlier)
@@ -311,6 +326,14 @@ def _replace_folder(target: Path, written: Path) -> None:
             return
         finally:
             shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders atomically; False if one is missing or the file system does not support it, as NFS."""
+    # Missing in the C library of old systems.
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    paths = os.fsencode(one), os.fsencode(other)
+    return exchange is not None and exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
 
 
 def _children(group: Path) -> dict[str, Path] | None:

@@ -300,6 +300,47 @@ def test_kernels_beside_the_remains_of_an_interrupted_attach_are_packed(
     assert len(manifest["kernels"]) == count
 
 
+def test_folders_of_killed_writers_are_removed_after_a_day(
+    packed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Younger ones may be of a writer on another machine."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    shipping.attach(packed[0], Arch.SM_121)
+    again = tmp_path / "again"
+    for name, hours in ((".sm_121.1", 25), (".sm_121.1.old", 25), (".sm_121.2", 1), (".sm_90.1", 25)):
+        (again / name / "key").mkdir(parents=True)
+        os.utime(again / name, (time.time() - hours * 3600,) * 2)
+    pack([tmp_path / "cache"], again, Arch.SM_121)
+    assert sorted(one.name for one in again.iterdir()) == [".sm_121.2", ".sm_90.1", "sm_121"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+    """At no time is there none, if the file system can exchange folders."""
+    target, gaps = tmp_path / "sm_121", list[Path]()
+    rename = Path.rename
+
+    def noting_rename(source: Path, to: Path) -> Path:
+        renamed = rename(source, to)
+        if not target.exists():
+            gaps.append(to)
+        return renamed
+
+    if not exchanges:
+        monkeypatch.setattr(shipping, "_exchange", lambda *_: False)
+    for number in range(3):
+        written = tmp_path / f".sm_121.{number}"
+        written.mkdir()
+        (written / "content").write_text(str(number))
+        shipping._replace_folder(target, written)
+        assert (target / "content").read_text() == str(number)
+        # `pack` removes what is there.
+        assert [one.name for one in tmp_path.iterdir() if one not in (target, written)] == []
+        shutil.rmtree(written, ignore_errors=True)
+        monkeypatch.setattr(Path, "rename", noting_rename)
+    assert bool(gaps) != exchanges
+
+
 def test_several_writers_of_one_directory_leave_one_whole_result(
     packed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

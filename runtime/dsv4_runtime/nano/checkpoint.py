@@ -1,19 +1,35 @@
 """Atomic creation of the nano checkpoint, which never overwrites other files, and its command `dsv4-nano DIR`."""
 
 import argparse
+import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import json
+import os
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv4_runtime.nano.recipe import Drafts, Precision, recipe_for
+from dsv4_runtime.nano.recipe import Drafts, Precision, Recipe, recipe_for
+from dsv4_runtime.util.files import open_regular, sync_folder
 
 MANIFEST = "nano.json"
+_GENERATED = re.compile(
+    r"nano\.json|(generation_|tokenizer_)?config\.json|tokenizer\.json"
+    r"|model(\.safetensors\.index\.json|-\d{5}-of-\d{5}\.safetensors)"
+)
+"""Names of all files that the generator writes."""
+_LOCK_SECONDS, _LOCK_PAUSE = 300.0, 0.05
+"""Longest wait for another writer, which takes some seconds."""
+_FRESH, _DAMAGED, _OLD = "fresh", "damaged", "old"
+"""Content of a writer's scratch folder."""
 DAMAGED = "damaged: "
 """Prefix of the line of each file that differs from the manifest."""
 
@@ -47,8 +63,9 @@ def make(
 ) -> Path:
     """Create the nano checkpoint in `path`, or reuse a complete one.
 
-    Equal seed, precision and drafts give equal bytes. All files appear atomically: they are written beside `path` and
-    renamed. An incomplete or different nano checkpoint is replaced.
+    Equal seed, precision and drafts give equal bytes. All files appear atomically, also after a power loss: they are
+    written beside `path` and renamed. An incomplete or different nano checkpoint is replaced. Writers of the same
+    `path` wait for each other.
 
     Args:
         path: the checkpoint's directory; it and its parents may be missing.
@@ -73,22 +90,68 @@ def make(
     if not anew and _is_complete(path, digest):
         return path
     _refuse_foreign(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path):
+        # Another process may have made it meanwhile.
+        if anew or not _is_complete(path, digest):
+            _remove_leftovers(path)
+            _write(path, recipe, seed, digest, anew=anew)
+    return path
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Exclude other writers of `path`, also of other machines; the kernel releases the lock when its holder dies.
+
+    Raises:
+        TimeoutError: another writer has had it for too long.
+    """
+    # A file, because NFS locks folders for one machine only.
+    file = path.with_name(f".{path.name}.lock")
+    descriptor, deadline = open_regular(file, os.O_RDWR | os.O_CREAT), time.monotonic() + _LOCK_SECONDS
+    try:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{file}: another process has held it for {_LOCK_SECONDS:.0f} s; end that process")
+            time.sleep(_LOCK_PAUSE)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the scratch folders of killed writers of `path`. Must be called with the lock held."""
+    # `mkdtemp` adds eight characters.
+    for scratch in path.parent.glob(f".{glob.escape(path.name)}.????????"):
+        with contextlib.suppress(OSError):
+            if {entry.name for entry in scratch.iterdir()} <= {_FRESH, _DAMAGED, _OLD}:
+                shutil.rmtree(scratch)
+
+
+def _write(path: Path, recipe: Recipe, seed: int, digest: str, *, anew: bool) -> None:
     # Loads torch, which is not needed for a complete checkpoint.
     from dsv4_runtime.nano.weights import write
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        fresh = scratch / "fresh"
+        fresh = scratch / _FRESH
         fresh.mkdir()
         manifest = write(fresh, recipe, seed)
         (fresh / MANIFEST).write_text(json.dumps({"digest": digest, **manifest}, indent=2) + "\n")
+        # Before the rename: a power loss would else leave the names without the content.
+        for file in fresh.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(fresh)
         if anew and path.exists():
-            path.rename(scratch / "damaged")
-        _publish(fresh, path, scratch / "old", digest)
+            path.rename(scratch / _DAMAGED)
+        _publish(fresh, path, scratch / _OLD, digest)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return path
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
@@ -111,22 +174,32 @@ def _is_complete(path: Path, digest: str) -> bool:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise unless `path` is missing, an empty directory, or contains only files of its manifest."""
+    """Raise unless `path` is missing, an empty directory, or contains only files of its manifest.
+
+    If the manifest is there but unreadable, as after a power loss, all names that the generator uses are its files.
+    Without a manifest they are not: those of a released checkpoint are the same.
+    """
     if not path.exists():
         return
     remedy = "choose another directory, or empty this one if nothing in it is needed"
     if not path.is_dir():
         raise NotANanoCheckpointError(f"path {path} is a file, not a directory; {remedy}")
     manifest = _manifest(path)
-    known = {MANIFEST, *(manifest["files"] if manifest else ())}
-    foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in known)
+    names = sorted(entry.name for entry in path.iterdir())
+    if manifest is None and MANIFEST in names:
+        foreign = [name for name in names if not _GENERATED.fullmatch(name)]
+    else:
+        known = {MANIFEST, *(manifest["files"] if manifest else ())}
+        foreign = [name for name in names if name not in known]
     if foreign:
         shown = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
         raise NotANanoCheckpointError(f"path {path} holds files that are not a nano checkpoint's ({shown}); {remedy}")
 
 
 def _publish(fresh: Path, path: Path, aside: Path, digest: str) -> None:
-    """Rename `fresh` to `path`. If another process publishes the same checkpoint meanwhile, its copy is kept."""
+    """Rename `fresh` to `path`. If a process that the lock does not exclude, because some network file systems lock for
+    one machine only, publishes the same checkpoint meanwhile, its copy is kept.
+    """
     for _ in range(3):
         try:
             fresh.rename(path)

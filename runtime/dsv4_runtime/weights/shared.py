@@ -8,16 +8,21 @@ the administrator, who runs this program, can write.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 
 from dsv4_runtime.weights.checkpoint import is_wanted
 from dsv4_runtime.weights.writer import human
 
 _BLOCK_BYTES = 1 << 23
+_DRAFT = ".draft-"
+_ABANDONED_SECONDS = 86400.0
+"""Time since the last write to a draft after which its writer was killed."""
 
 
 def shared_file(store: Path, sha256: str) -> Path:
@@ -52,6 +57,7 @@ def publish(checkpoint: Path, store: Path) -> dict[str, str]:
         OSError: a file cannot be read or written.
     """
     store.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _remove_abandoned(store)
     found = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
@@ -60,9 +66,18 @@ def publish(checkpoint: Path, store: Path) -> dict[str, str]:
     return found
 
 
+def _remove_abandoned(store: Path) -> None:
+    """Remove the drafts of killed writers. By their age, because their process ids may be of other machines."""
+    for draft in store.glob(f"{_DRAFT}*"):
+        # Its writer may have just renamed it.
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - draft.stat().st_mtime > _ABANDONED_SECONDS:
+                draft.unlink()
+
+
 def _copy(path: Path, store: Path) -> str:
     """Copy one file unless it exists."""
-    draft, digest = store / f".draft-{os.getpid()}", hashlib.sha256()
+    draft, digest = store / f"{_DRAFT}{os.getpid()}", hashlib.sha256()
     # A link or FIFO created meanwhile is not opened.
     source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -59,13 +59,74 @@ second.wait()
 """
 
 
-def test_the_address_of_a_fenced_member_does_not_answer() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+# A loop is killed after each command of `plug_in`, and the next one plugs the member in.
+KILLED_LOOP = """
+import os, signal, subprocess, sys, time
+from dsv4_operator.backends.local import network
+try:
+    network.enter_private_network()
+except network.NoNamespacesError as error:
+    sys.exit(f"not here: {error}")
+
+ip, run = network._ip, []
+
+def plug_in_until(pid, incarnation, commands):
+    done = []
+    def killed(arguments, prefix=()):
+        output = ip(arguments, prefix)
+        done.append(arguments)
+        if len(done) == commands:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return output
+    loop = os.fork()
+    if loop == 0:
+        network._ip = killed
+        network.plug_in(pid, incarnation, 0)
+        os._exit(0)
+    return os.waitpid(loop, 0)[1] == signal.SIGKILL
+
+def interface(pid):
+    shown = ip("-o link show eth0", ["nsenter", f"--net=/proc/{pid}/ns/net"])
+    return shown.split(":")[0]
+
+commands = 0
+stopped = True
+while stopped:
+    commands += 1
+    # Without this process' pipes, which it would keep open if this process fails.
+    member = subprocess.Popen(["unshare", "--net", "sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not network.in_own_network(member.pid):
+        time.sleep(0.01)
+    stopped = plug_in_until(member.pid, commands, commands)
+    network.plug_in(member.pid, commands, 0)
+    said = subprocess.run(["bash", "-c", f"exec 3<>/dev/tcp/{network.address(0)}/9"], capture_output=True, text=True)
+    before = interface(member.pid)
+    network.plug_in(member.pid, commands, 0)
+    print("refused" in said.stderr, before == interface(member.pid))
+    member.kill()
+    member.wait()
+    network.unplug(commands, 0)
+"""
+
+
+def run_script(script: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     if done.stderr.startswith("not here"):
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_address_of_a_fenced_member_does_not_answer() -> None:
     # A refused connection proves that the address exists; without the network there is no response.
-    assert done.stdout.splitlines() == ["first: True", "dead but held: True", "unplugged: False", "second: True"]
+    assert run_script(SCRIPT) == ["first: True", "dead but held: True", "unplugged: False", "second: True"]
+
+
+def test_a_member_gets_its_network_after_the_loop_was_killed() -> None:
+    """It keeps its interface if that is complete."""
+    lines = run_script(KILLED_LOOP)
+    assert len(lines) > 5
+    assert set(lines) == {"True True"}
 
 
 def test_weights_are_fetched_over_the_network_of_the_machine() -> None:

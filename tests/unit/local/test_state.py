@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -233,5 +235,48 @@ def test_only_a_directory_with_its_own_manifest_is_purged(root: Path, nano: DSV4
         assert state.directory.exists()
     state.save_manifest(nano)
     state.purge()
+    assert not state.directory.exists()
+    assert state.weights.exists()
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def killed_after(real: Callable[..., None], left: Iterator[int]) -> Callable[..., None]:
+    def remove(*arguments: Any, **options: Any) -> None:
+        if next(left) == 0:
+            raise Killed
+        real(*arguments, **options)
+
+    return remove
+
+
+def test_a_purge_that_was_killed_can_be_repeated(
+    root: Path, nano: DSV4Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = DeploymentState(root, "nano")
+    for removals in itertools.count():
+        state.prepare(groups=2)
+        state.save_manifest(nano)
+        state.save_object(nano)
+        (state.evidence() / "1").mkdir(parents=True)
+        (state.evidence() / "1" / "vllm.log").touch()
+        (state.directory / "link").symlink_to(state.weights)
+        left = itertools.count(removals, -1)
+        try:
+            with monkeypatch.context() as patch, state.lock():
+                for name in ("unlink", "rmdir"):
+                    patch.setattr(os, name, killed_after(getattr(os, name), left))
+                state.purge()
+        except Killed:
+            if any(state.directory.iterdir()):
+                assert deployments(root) == [state]
+                state.purge()
+            else:
+                state.directory.rmdir()
+        else:
+            break
+    assert removals > 5
     assert not state.directory.exists()
     assert state.weights.exists()

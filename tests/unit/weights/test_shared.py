@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,17 @@ def test_only_regular_files_are_published_under_the_digest_of_the_copy(files: Fi
     (kept,) = store.iterdir()
     assert kept.name == hashlib.sha256(b"{}").hexdigest()
     assert kept.stat().st_mode & 0o777 == 0o444
+
+
+def test_drafts_of_killed_writers_are_removed_after_a_day(files: FileServer, tmp_path: Path) -> None:
+    """Younger ones may be of a writer on another machine."""
+    store = tmp_path / "store"
+    store.mkdir()
+    for name, hours in ((".draft-1", 25), (".draft-2", 1)):
+        (store / name).touch()
+        os.utime(store / name, (time.time() - hours * 3600,) * 2)
+    published = shared.publish(files.folder, store)
+    assert {path.name for path in store.iterdir()} == {".draft-2", *published.values()}
 
 
 def test_the_command_lists_published_files(files: FileServer, tmp_path: Path) -> None:

@@ -115,13 +115,18 @@ def member_command(command: Sequence[str], shm_bytes: int, *, own_network: bool 
 
 
 def plug_in(pid: int, incarnation: int, place: int) -> None:
-    """Create the interface of the network namespace of the member process `pid`.
+    """Create the interface of the network namespace of the member process `pid`, unless it is complete.
 
     Raises:
         subprocess.CalledProcessError: usually because the process has ended.
     """
     port = _port(incarnation, place)
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
+    # The last command below brings it up.
+    if f" {address(place)}/{_BITS} " in _ip("-o addr show up", inside):
+        return
+    # A loop that was killed between the commands has left a part.
+    unplug(incarnation, place)
     _ip(f"link add {port} type veth peer name {INTERFACE} netns {pid}")
     _ip(f"link set {port} master {_BRIDGE} up")
     _ip("link set lo up", inside)
@@ -163,10 +168,10 @@ def die_with_parent(number: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def _ip(arguments: str, prefix: Sequence[str] = ()) -> None:
-    subprocess.run(
-        [*prefix, "ip", *arguments.split()], check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS
-    )
+def _ip(arguments: str, prefix: Sequence[str] = ()) -> str:
+    """Run `ip` and return its output."""
+    command = [*prefix, "ip", *arguments.split()]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS).stdout
 
 
 def children(pid: int) -> list[int]:

@@ -277,7 +277,7 @@ class DeploymentState:
         return None
 
     def purge(self) -> None:
-        """Remove the directory with its content. Must be called with the lock held.
+        """Remove the directory with its content. Must be called with the lock held. After a kill it can be repeated.
 
         Raises:
             StateError: its manifest belongs to another deployment.
@@ -293,7 +293,14 @@ class DeploymentState:
                 f"{self.directory} is not removed, because its manifest.json is not of a deployment {self.name!r}; "
                 "check its content, and remove it by hand"
             )
-        shutil.rmtree(self.directory)
+        # The manifest last, because without it no command finds the rest; the lock as late as possible.
+        last = {"lock": 1, "manifest.json": 2}
+        for entry in sorted(self.directory.iterdir(), key=lambda entry: last.get(entry.name, 0)):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        self.directory.rmdir()
 
     def forget_incarnation(self, number: int, group: int = 0) -> None:
         """Remove an incarnation's files, except its evidence."""
