@@ -77,7 +77,8 @@ def answering_version(deployment: DSV4Deployment, known: DeploymentStatus) -> DS
 
     They have it before a change begins, while its plan is refused, and after it was given up.
     """
-    revisions = {group.revision for group in known.groups[: deployment.spec.replicas]}
+    # A group that was never formed has none.
+    revisions = {group.revision for group in known.groups[: deployment.spec.replicas]} - {""}
     if not revisions or revision(deployment) in revisions:
         return deployment
     served = _served(deployment, known.rollout)

@@ -17,6 +17,7 @@ from pathlib import Path
 from clusterkit import needs
 from clusterkit.build import CACHE
 from clusterkit.layout import alone
+from clusterkit.nodes import environment
 from clusterkit.processes import run
 from clusterkit.waiting import say
 
@@ -109,7 +110,7 @@ def over_vllm() -> Iterator[Callable[..., str]]:
         f" && echo {packages} > $(echo /opt/base/lib/python3*/site-packages)/vllm.pth\n"
         "ENV PATH=/opt/base/bin:$PATH\n"
     )
-    mounted = tuple({sys.prefix, sys.base_prefix})
+    mounted = tuple(environment())
     with alone("image over vllm", patience=BUILD_SECONDS), tempfile.TemporaryDirectory() as place:
         file = Path(place) / "Dockerfile"
         file.write_text(stand_in)

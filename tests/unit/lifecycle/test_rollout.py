@@ -85,6 +85,11 @@ def test_gateways_have_the_served_version_until_a_group_has_another_one(ends: st
     elif ends == "given up":
         world.until(lambda: bool(world.kept.rollout.rejected))
         world.until(lambda: world.all_serve(0))
+        # A further group, which has no version yet.
+        world.asked = world.asked.but(replicas=3)
+        while not world.all_serve(0):
+            world.go_on()
+            assert seed() == 0
     else:
         world.until(lambda: world.all_serve(1))
     assert seed() == (1 if ends == "served" else 0)
