@@ -8,6 +8,7 @@ import math
 import socket
 import ssl
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -53,7 +54,7 @@ _WATCH_SECONDS = 300
 # The server sends a bookmark about once a minute, so a longer silence means a broken stream.
 _SILENCE_SECONDS = 90.0
 _LOST_SECONDS = 15.0
-_CLOSING_SECONDS = 0.25
+_CLOSING_CHECKS, _CLOSING_PAUSE = 500, 0.01
 _CONNECTIONS = 64
 """Limit for requests. Watches use separate connections, because each holds one for minutes."""
 _LINE_BYTES = 32 * 2**20
@@ -89,6 +90,8 @@ class KubeReader:
         self._credential_time = -math.inf
         """Time of the latest credential."""
         self._opening = asyncio.Lock()
+        self._sockets = weakref.WeakSet[socket.socket]()
+        """Those of the sessions that may be open."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -102,7 +105,10 @@ class KubeReader:
             await sessions.requests.close()
             await sessions.watches.close()
             # asyncio closes a connection after an incomplete TLS handshake later than it reports.
-            await asyncio.sleep(_CLOSING_SECONDS)
+            for _ in range(_CLOSING_CHECKS):
+                if all(one.fileno() < 0 for one in self._sockets):
+                    break
+                await asyncio.sleep(_CLOSING_PAUSE)
 
     async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest | None:
         """Return the live object; None if there is none."""
@@ -228,10 +234,19 @@ class KubeReader:
                 if self._sessions is None or credential.certificate != self._credential.certificate:
                     tls = await asyncio.to_thread(self.access.tls, credential)
                     await self.close()
-                    self._sessions = _Sessions(_session(tls, limit=_CONNECTIONS), _session(tls, limit=0))
+                    self._sessions = _Sessions(self._session(tls, limit=_CONNECTIONS), self._session(tls, limit=0))
                 self._credential, self._credential_time = credential, now
             token = self._credential.token
             return self._sessions, {"Authorization": f"{self._credential.scheme} {token}"} if token else {}
+
+    def _session(self, tls: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
+        def opened(address: aiohttp.AddrInfoType) -> socket.socket:
+            made = _socket(address)
+            self._sockets.add(made)
+            return made
+
+        connector = aiohttp.TCPConnector(limit=limit, ssl=tls if tls is not None else True, socket_factory=opened)
+        return aiohttp.ClientSession(connector=connector, headers={"Accept": "application/json"})
 
     def _stale(self, now: float, max_age: float) -> bool:
         age, expires = now - self._credential_time, self._credential.expires
@@ -328,11 +343,6 @@ class _Sessions:
     requests: aiohttp.ClientSession
     watches: aiohttp.ClientSession
     """Without a limit: with a shared one, watches of many namespaces would leave no connection for requests."""
-
-
-def _session(tls: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
-    connector = aiohttp.TCPConnector(limit=limit, ssl=tls if tls is not None else True, socket_factory=_socket)
-    return aiohttp.ClientSession(connector=connector, headers={"Accept": "application/json"})
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

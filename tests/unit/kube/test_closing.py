@@ -15,6 +15,7 @@ import pytest
 
 from dsv4_operator.kube import PODS, Access, Client
 from dsv4_testkit.certificates import HOST, certificate
+from dsv4_testkit.waiting import until
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 _EVENT = b'{"type": "ADDED", "object": {"metadata": {"name": "a", "resourceVersion": "1"}}}\n'
@@ -73,5 +74,30 @@ async def test_a_cancelled_watch_leaves_no_connection(mute: Mute) -> None:
         await asyncio.wait_for(heard.wait(), 60)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    port = int(mute.url.rpartition(":")[2])
-    assert not [one for one in psutil.Process().net_connections("tcp4") if one.raddr and one.raddr.port == port]
+    assert connections(mute.url) == []
+
+
+def connections(url: str) -> list[object]:
+    port = int(url.rpartition(":")[2])
+    return [one for one in psutil.Process().net_connections("tcp4") if one.raddr and one.raddr.port == port]
+
+
+async def test_a_request_that_is_cancelled_in_the_handshake_leaves_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the event loop closes it late, as on a busy machine."""
+    close = asyncio.selector_events._SelectorTransport._call_connection_lost  # type: ignore[attr-defined]
+
+    def late(transport: object, error: object) -> None:
+        asyncio.get_running_loop().call_later(0.6, close, transport, error)
+
+    monkeypatch.setattr(asyncio.selector_events._SelectorTransport, "_call_connection_lost", late)  # type: ignore[attr-defined]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        async with Client(Access(server=url)) as kube:
+            task = asyncio.create_task(kube.get(PODS, "a", "b"))
+            await until(lambda: connections(url))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert connections(url) == []

@@ -584,6 +584,13 @@ CONTROL = (
         ("tests/unit/controller/test_reconcile.py",),
     ),
     Mutant(
+        "closing does not wait for connections",
+        f"{_OPERATOR}/kube/client.py",
+        "if all(one.fileno() < 0 for one in self._sockets):",
+        "if True:",
+        ("tests/unit/kube/test_closing.py",),
+    ),
+    Mutant(
         "a full disk stops the status",
         f"{_OPERATOR}/controller/standalone.py",
         "        processes.keep_text(STATUS, changed.to_json())\n        await write(changed)\n",
