@@ -52,3 +52,7 @@ def nano(name: str = "nano", **gateway: object) -> DSV4Deployment:
     found = load(NANO.read_text()).to_dict()
     spec = found["spec"] | {"gateway": gateway}  # type: ignore[operator]
     return DSV4Deployment.model_validate({**found, "metadata": {"name": name}, "spec": spec})
+
+
+class Killed(BaseException):
+    """End of the client in the middle of its work."""

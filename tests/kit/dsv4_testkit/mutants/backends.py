@@ -177,14 +177,14 @@ BACKENDS = (
         f"{_OPERATOR}/cli/hosts.py",
         '            if action == "remove" and failed:\n',
         '            if action == "remove" and failed == []:\n',
-        ("tests/unit/hosts/test_client.py",),
+        ("tests/unit/hosts/test_removal.py",),
     ),
     Mutant(
         "a removal takes secrets of other deployments",
         f"{_OPERATOR}/cli/machine.py",
         "set(settings.record.secrets) - used:",
         "set(settings.record.secrets):",
-        ("tests/unit/hosts/test_client.py",),
+        ("tests/unit/hosts/test_removal.py",),
     ),
     Mutant(
         "pods of a node are not counted",
