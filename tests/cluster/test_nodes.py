@@ -56,13 +56,6 @@ def test_an_image_that_is_nowhere_fails_at_once(cluster: Cluster, namespace: str
     pod = pod_on_fake(namespace, "p")
     pod["spec"] = {"containers": [{"name": "c", "image": "dsv4.test/none:1"}]}
     cluster.apply(pod)
-
-    def pulled() -> bool:
-        told = {event["reason"] for event in cluster.get("events", "-n", namespace)["items"]}
-        return bool(told & {"Pulling", "Failed", "BackOff"})
-
-    # Until then the scheduler and the kubelet may be slow.
-    until("the pull", pulled, seconds=60)
     waiting = "jsonpath={.status.containerStatuses[0].state.waiting.reason}"
     until(
         "the failed pull",

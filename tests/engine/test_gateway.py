@@ -296,13 +296,13 @@ def test_a_client_that_leaves_ends_its_work_in_vllm(deployment: Deployment) -> N
     # The gateway shares one read of vLLM's metrics for a second.
     asked = time.monotonic()
     while figures()["vllm:num_requests_running"] != 1:
-        assert time.monotonic() - asked < 60
+        assert time.monotonic() - asked < 3
         time.sleep(0.1)
     answer.close()
     connection.close()
     left = time.monotonic()
     while figures()["vllm:num_requests_running"]:
-        assert time.monotonic() - left < 60
+        assert time.monotonic() - left < 5
         time.sleep(0.1)
     assert figures()["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] < 300
 

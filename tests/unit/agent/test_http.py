@@ -231,7 +231,7 @@ async def test_the_heads_own_stream_has_the_power_of_the_group(
     reporter.state.signals, worker.signals = own, other
     reporter.peers[1] = Peer(status=worker.status(), heard=time.monotonic(), asked=time.monotonic())
     async with session.get("/v1/watch", headers={"Authorization": "Bearer secret"}) as response:
-        found = AgentStatus.model_validate_json(await asyncio.wait_for(response.content.readline(), 60))
+        found = AgentStatus.model_validate_json(await asyncio.wait_for(response.content.readline(), 3.0))
     assert found.group_watts == (None if watts is None else pytest.approx(watts, abs=0.06))
 
 
@@ -240,7 +240,7 @@ async def test_power_of_a_member_that_never_responded_is_not_known(served: Any) 
     reporter.state.signals = _power(100.0)
     reporter.peers[1] = Peer()
     async with session.get("/v1/watch", headers={"Authorization": "Bearer secret"}) as response:
-        found = AgentStatus.model_validate_json(await asyncio.wait_for(response.content.readline(), 60))
+        found = AgentStatus.model_validate_json(await asyncio.wait_for(response.content.readline(), 3.0))
     assert found.group_watts is None
 
 

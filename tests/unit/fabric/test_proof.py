@@ -96,6 +96,26 @@ def test_a_router_with_a_smaller_mtu(network: Network) -> None:
     assert "carries packets of 1400 bytes, not of 9000" in errors[1]
 
 
+@pytest.mark.parametrize("paused_at", range(12))
+async def test_the_other_side_may_be_paused_once(paused_at: int) -> None:
+    """A size that passes is not taken for too large because of a pause that is longer than its short waits."""
+
+    class Path1500(probes._Path):
+        def __init__(self) -> None:
+            self.sizes, self.lost = list[int](), 0
+
+        async def _once(self, size: int, seconds: float) -> bool:
+            if size not in self.sizes:
+                self.sizes.append(size)
+            at_pause = size != SMALLEST and self.sizes.index(size) == paused_at
+            if at_pause and self.lost < len(probes._SHORT_WAITS):
+                self.lost += 1
+                return False
+            return size <= 1500
+
+    assert await Path1500().largest(9000) == 1500
+
+
 def test_a_router_and_all_is_well(network: Network) -> None:
     assert [side["error"] for side in network(mtu=9000, between=9000, routed=True)] == [None, None]
 

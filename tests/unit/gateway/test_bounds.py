@@ -25,7 +25,7 @@ TINY = b"GET /v1/x HTTP/1.1\r\nHost:x\r\n\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-async def _send(lab, *pieces, seconds=60.0):
+async def _send(lab, *pieces, seconds=5.0):
     """Return all bytes received on a new connection until it is closed."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(lab.url.rsplit(":", 1)[1]))
     try:

@@ -450,10 +450,10 @@ def test_modules_in_the_directory_of_the_user_are_not_imported(tmp_path: Path, m
     assert b"host" in done.stderr, "a field that is missing"
 
 
-@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="this Python has no filters, and needs none")
 def test_links_to_the_interpreter_are_copied_with_every_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The default of Python 3.14.
-    monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(tarfile.data_filter), raising=False)
+    # The default of Python 3.14; Python 3.11.2, Debian's, has no filters and extracts any link.
+    if hasattr(tarfile, "data_filter"):
+        monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(tarfile.data_filter), raising=False)
     buffer = BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         entry = tarfile.TarInfo("bin/python")
