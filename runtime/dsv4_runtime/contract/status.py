@@ -187,7 +187,9 @@ class ProcessSignals(Report):
     state: str
     """The kernel's letter: `R` running or runnable, `S` sleeping, `D` waiting for a device, `T` stopped, `Z` ended."""
     cpu_seconds: float
-    """Processor time that its threads have used, and those of the processes below it that run: compilers count too."""
+    """Processor time of its threads and of the processes below it, such as compilers, including ended ones."""
+    below_seconds: float = 0.0
+    """The part of the processes below it."""
 
 
 class GpuProcess(Report):

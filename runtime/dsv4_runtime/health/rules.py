@@ -352,12 +352,15 @@ def _last_life(
 
 
 def _engine_lives(before: Sample, sample: Sample, policy: HealthPolicy) -> bool:
-    """Return whether any rank computes. With a GPU its power decides, because a host that waits for a GPU spins."""
+    """Return whether any rank computes or has compilers that do.
+
+    With a GPU its power decides about the engine's own processes, because a host that waits for a GPU spins.
+    """
     for rank in sample.ranks:
-        if rank.gpu_busy is not None:
-            if rank.gpu_busy:
-                return True
-        elif _computes(_processes(before, rank.rank), rank, ENGINE_ROLES, policy):
+        compilers = (process.below or 0.0 for process in rank.processes if process.role in ENGINE_ROLES)
+        if rank.gpu_busy or max(compilers, default=0.0) >= policy.life_share:
+            return True
+        if rank.gpu_busy is None and _computes(_processes(before, rank.rank), rank, ENGINE_ROLES, policy):
             return True
     return False
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dsv4_runtime.contract import GpuSignals, Signals
+from dsv4_runtime.contract import GpuSignals, ProcessSignals, Signals
 
 FATAL_XIDS = frozenset({48, 74, 79, 94, 95, 119, 120, 140, 154})
 """The driver ends the programs on the GPU, or the GPU has fallen off the bus (NVIDIA's XID catalogue)."""
@@ -32,6 +32,8 @@ class ProcessView:
     """The kernel's letter, as in `contract.ProcessSignals`."""
     share: float | None
     """Processor time of its whole tree since the previous sample, in cores; None in the first sample."""
+    below: float | None = None
+    """The part of the processes below it: compilers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +117,9 @@ class Viewer:
     ) -> RankView:
         """Return the view of `signals`; the same `signals` again change nothing."""
         if signals is not None and (self._before is None or signals.time > self._before.time):
-            known = {process.pid: process.cpu_seconds for process in self._before.processes} if self._before else {}
+            known = {process.pid: process for process in self._before.processes} if self._before else {}
             passed = signals.time - self._before.time if self._before else 0.0
-            self._processes = tuple(
-                ProcessView(process.name, process.state, _share(process.cpu_seconds, known.get(process.pid), passed))
-                for process in signals.processes
-            )
+            self._processes = tuple(_view(process, known.get(process.pid), passed) for process in signals.processes)
             self._before = signals
         gpus = self._before.gpus if self._before else ()
         return RankView(
@@ -170,8 +169,11 @@ def xid_message(rank: int, xid: int | None) -> str:
     return f"the driver of a GPU of rank {rank} reported XID {xid}"
 
 
-def _share(now: float, before: float | None, passed: float) -> float | None:
-    return None if before is None or passed <= 0 else max(0.0, now - before) / passed
+def _view(now: ProcessSignals, before: ProcessSignals | None, passed: float) -> ProcessView:
+    if before is None or passed <= 0:
+        return ProcessView(now.name, now.state, None)
+    share, below = now.cpu_seconds - before.cpu_seconds, now.below_seconds - before.below_seconds
+    return ProcessView(now.name, now.state, max(0.0, share) / passed, max(0.0, below) / passed)
 
 
 def steps_and_requests(metrics: bytes) -> tuple[int, int] | None:

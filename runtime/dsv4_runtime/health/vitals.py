@@ -22,8 +22,6 @@ SAMPLE_SECONDS = 0.5
 """Interval of the samples."""
 ROLES = ENGINE_ROLES | {"api", "raylet", "gcs"}
 _GPU_GROWTH_BYTES = 1 << 20
-# Compilers are short-lived children of a worker; a wait for one has a bound of many seconds.
-_TREE_SECONDS = 2.0
 _SLOW_SECONDS = 2.0
 _SHM = "/dev/shm"  # noqa: S108  (shared memory's place)
 _CGROUP_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -43,7 +41,6 @@ class Vitals:
         self.warnings: tuple[str, ...] = ()
         """Of the latest sample (`AgentStatus.warnings`)."""
         self._trees: dict[int, tuple[int, ...]] = {}
-        self._treed = 0.0
         self._measured = 0.0
         self._slow: dict[str, int | None] = {}
         self._ledgers: dict[int, LedgerReader] = {}
@@ -56,11 +53,10 @@ class Vitals:
         `silent` maps ranks to the seconds since their last sign of life."""
         now = time.monotonic()
         watched = {pid: role for pid, role in roles.items() if role in ROLES}
-        if now - self._treed >= _TREE_SECONDS or watched.keys() - self._trees.keys():
-            self._trees = trees(below(os.getpid()), watched) if watched else {}
-            rays = (pid for root, role in watched.items() if role == "raylet" for pid in self._trees.get(root, ()))
-            self._starting = {pid for pid in rays if _is_worker(command_of(pid))}
-            self._treed = now
+        # Each time: the parts of a compiler are processes that live for a second.
+        self._trees = trees(below(os.getpid()), watched) if watched else {}
+        rays = (pid for root, role in watched.items() if role == "raylet" for pid in self._trees.get(root, ()))
+        self._starting = {pid for pid in rays if _is_worker(command_of(pid))}
         if now - self._measured >= _SLOW_SECONDS:
             self._slow = {
                 "memory_available": meminfo().get("MemAvailable"),
@@ -97,10 +93,17 @@ class Vitals:
         own = entry(pid)
         if own is None:
             return None
-        others = (entry(other) for other in self._trees.get(pid, ()) if other != pid)
-        total = own.cpu_seconds + sum(other.cpu_seconds for other in others if other is not None)
+        others = [entry(other) for other in self._trees.get(pid, ()) if other != pid]
+        # A process that ends adds its time to its parent's when that one collects it, so the sum stays continuous.
+        below = own.ended_seconds + sum(other.cpu_seconds + other.ended_seconds for other in others if other)
         state = FROZEN if own.state in "SD" and is_frozen(pid) else own.state
-        return ProcessSignals(name=role, pid=pid, state=state, cpu_seconds=round(total, 2))
+        return ProcessSignals(
+            name=role,
+            pid=pid,
+            state=state,
+            cpu_seconds=round(own.cpu_seconds + below, 2),
+            below_seconds=round(below, 2),
+        )
 
     def _measure_work(self, watched: Mapping[int, str], gpus: Sequence[GpuSignals], now: float) -> dict[str, float]:
         """Return `idle` and `stagnant` of `Signals`."""

@@ -47,6 +47,8 @@ class Entry:
     threads: int
     memory: int
     """Resident bytes."""
+    ended_seconds: float
+    """Processor time of the processes below it that ended and were waited for."""
 
     @property
     def ended(self) -> bool:
@@ -81,8 +83,8 @@ def entry(pid: int) -> Entry | None:
         return None
     # The name in parentheses may hold anything, parentheses and spaces too.
     fields = text[text.rindex(b")") + 2 :].split(None, 22)
-    cpu = (int(fields[11]) + int(fields[12])) / _TICKS
-    return Entry(pid, int(fields[1]), fields[0].decode(), cpu, int(fields[17]), int(fields[21]) * _PAGE_BYTES)
+    own, ended = ((int(fields[at]) + int(fields[at + 1])) / _TICKS for at in (11, 13))
+    return Entry(pid, int(fields[1]), fields[0].decode(), own, int(fields[17]), int(fields[21]) * _PAGE_BYTES, ended)
 
 
 def is_frozen(pid: int) -> bool:

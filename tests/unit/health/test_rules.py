@@ -158,6 +158,25 @@ def test_where_there_is_a_gpu_its_power_is_life_and_a_spinning_host_is_none(seri
     assert series.run(60.0, outstanding=1, canary=True, ranks=both(gpu_busy=False, **BUSY)).health is Health.DEAD
 
 
+@given(compiles=st.integers(0, 1), role=st.sampled_from(["engine-core", "executor", "worker", "api"]))
+def test_compilers_are_life_while_a_gpu_only_waits(compiles: int, role: str) -> None:
+    """The other rank waits for it in a kernel, and its own GPU may have kernels that wait too."""
+    series = Series()
+    series.run(10.0, steps=True, outstanding=1)
+    compiler = ProcessView(role, "S", 0.9, below=0.9)
+
+    def members(now: float) -> list[RankView]:
+        waiting = [rank(number, now, gpu_busy=False, **BUSY) for number in (0, 1)]
+        waiting[compiles] = replace(waiting[compiles], processes=(*waiting[compiles].processes, compiler))
+        return waiting
+
+    verdict = series.run(70.0, outstanding=1, canary=True, ranks=members)
+    assert verdict.health is (Health.DEAD if role == "api" else Health.HEALTHY)
+    began = series.now
+    assert series.run(60.0, outstanding=1, canary=True, ranks=both(gpu_busy=False, **BUSY)).health is Health.DEAD
+    assert series.now - began <= POLICY.stall_min + 2 * TICK
+
+
 @pytest.mark.parametrize(
     ("number", "role", "cause"),
     [(0, "engine-core", Cause.ENGINE_HUNG), (1, "worker", Cause.ENGINE_HUNG), (0, "api", Cause.API_SERVER_HUNG)],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from aiohttp import web
 from dsv4_runtime.agent.monitor import Prober
 from dsv4_runtime.contract import GpuSignals, HealthPolicy
 from dsv4_runtime.health import vitals
+from dsv4_runtime.health.samples import Viewer
 from dsv4_runtime.util import files, procfs
 from dsv4_runtime.util.files import LedgerWriter, read_ledger
 from dsv4_testkit.faults import groups
@@ -89,6 +91,34 @@ def test_processor_time_of_a_compiler_below_counts_for_the_worker(parent: subpro
     wait_until(lambda: sampler.sample(roles, {}).processes[0].state == "T")
     assert sampler.sample({2**22 + 1: "worker"}, {}).processes == (), "it has just ended"
     sampler.close()
+
+
+PARTS = """\
+import subprocess, sys
+part = "import time\\nwhile time.process_time() < 0.3: pass"
+while True: subprocess.run([sys.executable, "-S", "-c", part])
+"""
+"""A compiler whose parts are processes that live for a moment, as those of nvcc."""
+
+
+def test_compilers_of_short_processes_are_life_at_any_time() -> None:
+    """nvcc kept an engine on an H200 for 16 s in one step, and the engine was called hung (2026-11-29)."""
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PARTS!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        wait_until(lambda: len(procfs.below(process.pid)) == 2)
+        sampler, viewer, policy = vitals.Vitals(gpus=False), Viewer(0), HealthPolicy()
+        lives = []
+        for _ in range(16):
+            signals = sampler.sample({process.pid: "worker"}, {})
+            (worker,) = viewer.view(signals, signals.time, None).processes
+            lives.append(min(worker.share or 0.0, worker.below or 0.0) >= policy.life_share)
+            time.sleep(vitals.SAMPLE_SECONDS)
+        # Two samples without life in a row make an engine suspect.
+        assert (False, False) not in pairwise(lives[1:]), lives
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_gpus_that_the_engine_does_not_use_are_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,10 +314,7 @@ WORKS = {
         ("writes", False, False),
     ],
 )
-def test_work_is_a_processor_a_disk_memory_or_a_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, idle: bool, stagnant: bool
-) -> None:
-    monkeypatch.setattr(vitals, "_TREE_SECONDS", 0.2)
+def test_work_is_a_processor_a_disk_memory_or_a_process(tmp_path: Path, work: str, idle: bool, stagnant: bool) -> None:
     started = tmp_path / "started"
     script = f"open({str(started)!r}, 'w').close()\n{WORKS[work]}"
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "file")])
@@ -311,8 +338,7 @@ def test_work_is_a_processor_a_disk_memory_or_a_process(
         process.wait()
 
 
-def test_a_worker_of_ray_that_imports_is_work_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitals, "_TREE_SECONDS", 0.1)
+def test_a_worker_of_ray_that_imports_is_work_of_the_start() -> None:
     code = "import os, sys; os.execv(sys.executable, [sys.argv[1], '-c', 'while True: pass'])"
     script = f"{sys.executable} -c {code!r} $0 & wait"
     for title, works in (("ray::IDLE", True), ("ray::DashboardAgent", False)):

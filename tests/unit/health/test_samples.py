@@ -17,8 +17,8 @@ vllm:iteration_tokens_total_sum{engine="0",model_name="nano"} 999.0
 """
 
 
-def signals(time: float, cpu: float, pid: int = 7, **changes: object) -> Signals:
-    process = ProcessSignals(name="worker", pid=pid, state="S", cpu_seconds=cpu)
+def signals(time: float, cpu: float, pid: int = 7, *, below: float = 0.0, **changes: object) -> Signals:
+    process = ProcessSignals(name="worker", pid=pid, state="S", cpu_seconds=cpu, below_seconds=below)
     return Signals.model_validate({"time": time, "processes": (process,), **changes})
 
 
@@ -48,8 +48,16 @@ def test_shares_refer_to_the_time_between_two_samples() -> None:
 
 def test_a_compiler_that_ended_does_not_make_a_share_negative() -> None:
     viewer = Viewer(1)
-    viewer.view(signals(10.0, 50.0), 0.0, None)
-    assert viewer.view(signals(11.0, 20.0), 0.0, None).processes[0].share == 0.0
+    viewer.view(signals(10.0, 50.0, below=40.0), 0.0, None)
+    (process,) = viewer.view(signals(11.0, 20.0, below=10.0), 0.0, None).processes
+    assert (process.share, process.below) == (0.0, 0.0)
+
+
+def test_the_share_of_the_processes_below_is_a_part() -> None:
+    viewer = Viewer(1)
+    assert viewer.view(signals(10.0, 50.0, below=40.0), 0.0, None).processes[0].below is None
+    (process,) = viewer.view(signals(12.0, 53.0, below=41.0), 0.0, None).processes
+    assert (process.share, process.below) == (1.5, 0.5)
 
 
 def test_power_above_that_of_an_idle_gpu_is_work_and_utilisation_is_not() -> None:
