@@ -262,6 +262,8 @@ class Engine:
         """`ignored` or `rejected`: as servers that are not vLLM."""
         self.chunk: dict[str, Any] = {}
         """Fields added to each chunk of a stream."""
+        self.rounds_batches = False
+        """Sampled outputs of simultaneous requests part after three tokens: each batch rounds in its own way."""
         self.watts = 0.0
         """Power in the metrics of a gateway of dsv4; 0: it is none, negative: the driver reports no power."""
 
@@ -313,7 +315,10 @@ class Engine:
                 self.defect == "wrong after pressure" and self.preemptions and len(ids) < 200
             ):
                 context = [*ids, ids[-1]]
-            out = self.model.generate(context, count, body.get("seed"), float(body.get("temperature", 1.0)))
+            sampling = body.get("seed"), float(body.get("temperature", 1.0))
+            out = self.model.generate(context, count, *sampling)
+            if self.rounds_batches and self.open > 1:
+                out = out[:3] + self.model.generate([*context, *out[:3]], count - 3, None, sampling[1])
         finally:
             with self.room:
                 self.open -= 1

@@ -128,6 +128,17 @@ def test_no_false_alarm(number: int, verify: Verify) -> None:
     assert weak == (not ok & {*MATRIX, *CALLS})
 
 
+def test_seeded_outputs_may_part_in_a_batch(verify: Verify) -> None:
+    """Four layers of Flash with random weights on an H200: outputs of one seed parted at the fourth token."""
+    engine = Engine("", weak=True, delay=0.1)
+    engine.rounds_batches = True
+    with serving(engine) as url:
+        code, document = verify(url, "--only", "smoke.seed")
+    (result,) = document["results"]
+    assert (code, result["status"]) == (0, "ok"), result
+    assert result["figures"]["common_prefix_same_seed"] == 1.0
+
+
 def test_every_check_finds_a_defect() -> None:
     assert set(FOUND_BY) == set(DEFECTS)
     found = {name for checks in FOUND_BY.values() for group in checks for name in group}
