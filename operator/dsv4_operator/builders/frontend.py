@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.builders.member import pod_security, referenced, secret_volume, service_port
@@ -41,43 +42,57 @@ GATEWAY_REQUESTS = {"cpu": "100m", "memory": "128Mi"}
 _PROCESS_BYTES = 128 * 2**20
 """Memory of a gateway process beside its buffers for clients: at most 100 MiB were measured."""
 
-_NONE: Mapping[str, str] = {}
+Names = Mapping[int, tuple[str, ...]]
+"""Names of the model in each group, by its index."""
+_NONE: Mapping[Any, Any] = {}
 
 
-def limits(deployment: DSV4Deployment) -> GatewaySettings:
-    """Return the settings of every gateway of `deployment`; its keys are mounted."""
+def limits(deployment: DSV4Deployment, names: Names = _NONE) -> GatewaySettings:
+    """Return the settings of every gateway of `deployment`; its keys are mounted.
+
+    They have the `names` of all groups, else those of `deployment`: a change replaces the gateways, which is faster
+    than the update of their route.
+    """
     about = deployment.metadata
-    return gateway_settings(
+    settings = gateway_settings(
         deployment,
         drain_seconds=deployment.spec.gateway.drain,
         secrets_root=SECRETS_ROOT,
         service_url=f"http://{about.name}.{about.namespace}.svc:{GATEWAY_PORT}",
     )
+    found = tuple(dict.fromkeys(name for _, served in sorted(names.items()) for name in served))
+    return settings.model_copy(update={"served_names": found or settings.served_names})
 
 
-def gateway_route(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> GatewayRoute:
+def gateway_route(
+    deployment: DSV4Deployment, group: int, given_up: Sequence[str | None], names: Names = _NONE
+) -> GatewayRoute:
     """Return the addresses of all groups, valid for every incarnation: the Service of the head follows it.
 
     Args:
         deployment: the deployment of the groups.
         group: group of the gateway.
         given_up: for each group, the reason why it will not recover by itself; None: it may.
+        names: names of the model by the index of the group, as far as known.
     """
     (agent, _), (api, _) = HEAD_PORTS["agent"], HEAD_PORTS["http"]
     routes = []
     for index, reason in enumerate(given_up):
         host = f"http://{head_name(deployment.metadata.name, index)}.{deployment.metadata.namespace}.svc"
-        routes.append(GroupRoute(group=index, agent=f"{host}:{agent}", api=f"{host}:{api}", given_up=reason))
+        places = {"agent": f"{host}:{agent}", "api": f"{host}:{api}"}
+        routes.append(GroupRoute(group=index, **places, given_up=reason, served_names=names.get(index, ())))
     dashboard, _ = HEAD_PORTS["dashboard"]
     first = head_name(deployment.metadata.name, 0)
     url = f"http://{first}.{deployment.metadata.namespace}.svc:{dashboard}"
     return GatewayRoute.of(group, routes, TOKEN_KEY_FILE, url)
 
 
-def gateway_config(deployment: DSV4Deployment, group: int, given_up: Sequence[str | None]) -> Manifest:
+def gateway_config(
+    deployment: DSV4Deployment, group: int, given_up: Sequence[str | None], names: Names = _NONE
+) -> Manifest:
     """Return the ConfigMap of limits and route. Kubelets update the route of a running gateway within a minute."""
     about = metadata(deployment, gateway_name(deployment.metadata.name, group), component=GATEWAY, group=group)
-    files = {SETTINGS_FILE: limits(deployment), ROUTE_FILE: gateway_route(deployment, group, given_up)}
+    files = {SETTINGS_FILE: limits(deployment, names), ROUTE_FILE: gateway_route(deployment, group, given_up, names)}
     data = {name: document.to_json(indent=2) + "\n" for name, document in files.items()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
 
@@ -92,16 +107,22 @@ def gateways_of(group: int) -> int:
 
 
 def gateway_deployment(
-    deployment: DSV4Deployment, group: int, *, image: str, variables: Mapping[str, str] = _NONE
+    deployment: DSV4Deployment,
+    group: int,
+    *,
+    image: str,
+    variables: Mapping[str, str] = _NONE,
+    names: Names = _NONE,
 ) -> Manifest:
     """Return the Deployment of a group's gateways, on different nodes if there are several; see `Host.variables`.
 
-    A change of limits or image replaces them, each new one before an old one stops. Routes are not part of the pod
-    template: gateways reread them from their ConfigMap, so a change of groups or routes replaces no gateway.
+    A change of limits, of the `names` of all groups together, or of the image replaces them, each new one before an
+    old one stops. Routes are not part of the pod template: gateways reread them from their ConfigMap, so a change of
+    groups or routes replaces no gateway.
     """
     name = deployment.metadata.name
     found = labels(name, component=GATEWAY, group=group)
-    settings = limits(deployment)
+    settings = limits(deployment, names)
     hashes = {f"{DOMAIN}/settings": _hash(settings.to_json())}
     revision = {_REVISION: _hash(image, settings.to_json())}
     pod = _gateway_pod(deployment, group, image, settings)

@@ -28,6 +28,7 @@ from dsv4_operator.lifecycle.decide import POLL_SECONDS, Decision, Planner, deci
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.status import death_sentence
 from dsv4_operator.lifecycle.watch import ALIVE
+from dsv4_operator.planning.rendering import model_names
 from dsv4_operator.planning.revision import (
     accepted_text,
     as_formed_from,
@@ -72,17 +73,18 @@ def versions(deployment: DSV4Deployment, known: DeploymentStatus) -> tuple[DSV4D
     return deployment, served
 
 
-def answering_version(deployment: DSV4Deployment, known: DeploymentStatus) -> DSV4Deployment:
-    """Return the version whose model the gateways serve: the served one while all groups have it, else `deployment`.
+def group_names(deployment: DSV4Deployment, known: DeploymentStatus) -> dict[int, tuple[str, ...]]:
+    """Return by index the names of the model that each group serves, from the version that it was formed from.
 
-    They have it before a change begins, while its plan is refused, and after it was given up.
+    Groups that were never formed are missing, and those whose version is not known any more.
     """
-    # A group that was never formed has none.
-    revisions = {group.revision for group in known.groups[: deployment.spec.replicas]} - {""}
-    if not revisions or revision(deployment) in revisions:
-        return deployment
-    served = _served(deployment, known.rollout)
-    return served if served is not None and revisions == {revision(served)} else deployment
+    names = {revision(deployment): model_names(deployment)}
+    others = {group.revision for group in known.groups} - names.keys() - {""}
+    accepted = read_accepted(known.rollout.accepted) if others else None
+    for text in (known.rollout.served, accepted.formed if accepted is not None else ""):
+        if revision_of(text) in others and (version := as_formed_from(deployment, text)) is not None:
+            names[revision(version)] = model_names(version)
+    return {group.index: names[group.revision] for group in known.groups if group.revision in names}
 
 
 def decide_groups(

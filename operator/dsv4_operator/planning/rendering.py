@@ -343,7 +343,7 @@ def gateway_settings(
     """
     spec = deployment.spec.gateway
     return GatewaySettings(
-        served_names=(*deployment.served_names, *_adapters(deployment)),
+        served_names=model_names(deployment),
         hold_timeout_seconds=spec.hold_timeout,
         max_held_requests=spec.max_held_requests,
         max_held_bytes=spec.max_held_bytes,
@@ -355,6 +355,11 @@ def gateway_settings(
         service_url=service_url,
         api_keys_file=secret_file(spec.api_keys.secret_key_ref if spec.api_keys else None, secrets_root),
     )
+
+
+def model_names(deployment: DSV4Deployment) -> tuple[str, ...]:
+    """Return the names of the model in the API of `deployment`, and those of its adapters."""
+    return (*deployment.served_names, *_adapters(deployment))
 
 
 def _adapters(deployment: DSV4Deployment) -> Iterator[str]:

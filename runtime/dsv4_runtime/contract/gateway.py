@@ -59,7 +59,7 @@ class GatewaySettings(Document):
     """Limits of one gateway; another one is started for other limits. Sizes in bytes, times in seconds."""
 
     served_names: tuple[str, ...] = Field(min_length=1)
-    """Names that `/v1/models` answers while the engine is away."""
+    """Names of the model in groups whose route has none."""
     hold_timeout_seconds: Annotated[float, Field(ge=0)]
     """Time for which a request waits for an engine that is away; 0: not at all."""
     max_held_requests: int = Field(ge=0)
@@ -123,6 +123,8 @@ class GroupRoute(Report):
     recover."""
     failures: tuple[PageFailure, ...] = ()
     """Latest deaths in the control side's status, oldest first, where each of them can be written to the route."""
+    served_names: tuple[str, ...] = ()
+    """Names of the model in the group's incarnation; empty: those of the settings."""
 
 
 class GatewayRoute(GroupRoute):

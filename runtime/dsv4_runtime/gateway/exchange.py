@@ -85,6 +85,8 @@ class Exchange:
         """Whether the latest attempt was not admitted because of another request."""
         self.losses = 0
         """Connections that broke since the last progress."""
+        self.names: tuple[str, ...] = ()
+        """Names of the model in the request."""
         self.model: str | None = None
         """Model digest of the latest engine; None before the first attempt."""
         self.replays = self.continuations = 0

@@ -230,18 +230,16 @@ class Page:
     def __init__(
         self,
         groups: Groups,
-        models: Sequence[str],
         *,
         scrape: Callable[[RoutedGroup], Awaitable[bytes]],
         gateways: Callable[[], Awaitable[Sequence[bytes]]],
     ) -> None:
         """Args:
         groups: the groups of the deployment.
-        models: names of the model in the API.
         scrape: returns the metrics of a group's vLLM; empty if it does not answer.
         gateways: returns the metrics of each gateway process at this address.
         """
-        self._groups, self._models = groups, tuple(models)
+        self._groups = groups
         self._scrape, self._gateways = scrape, gateways
         self._histories: dict[int, History] = {}
         self._watches: dict[int, GroupWatch] = {}
@@ -249,7 +247,7 @@ class Page:
         self._reported: dict[int, EngineFigures] = {}
         """By group, of `figures`."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._name = self._models[0]
+        self._name = groups.names[0]
         groups.reported = self._note
         self.feed = Feed(self.make, page_event, limit=VIEWERS, idle=self._rest)
 
@@ -302,7 +300,7 @@ class Page:
             message=self._groups.refusal or self._groups.given_up or "",
             ready=ready,
             wanted=len(made),
-            models=self._models,
+            models=self._groups.names,
             dashboard=self._groups.routes.route.dashboard or "",
             requests=requests,
         )

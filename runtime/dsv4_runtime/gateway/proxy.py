@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 from dsv4_runtime.contract.gateway import GatewaySettings
 from dsv4_runtime.engine import token_auth
@@ -66,6 +66,7 @@ class HoldQueue:
     async def wait(
         self,
         size: int,
+        names: Sequence[str],
         admits: Callable[[RoutedGroup], bool] | None = None,
         changed: Callable[[], Awaitable[None]] | None = None,
         *,
@@ -75,13 +76,14 @@ class HoldQueue:
 
         Args:
             size: bytes of the request's body.
+            names: see `Groups.available`.
             admits: see `Groups.available`.
             changed: see `Groups.available`.
             admitted: whether an engine already had the request. Such requests are always accepted; the bounds apply to
                 requests that arrive while no engine is available.
 
         Raises:
-            RefusedError: the queue is full, or no engine became available in time.
+            RefusedError: the queue is full, no engine became available in time, or see `Groups.available`.
         """
         settings = self._settings
         if not admitted and (self._count >= settings.max_held_requests or self._bytes + size > settings.max_held_bytes):
@@ -90,7 +92,7 @@ class HoldQueue:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(settings.hold_timeout_seconds) as bound:
-                return await self._groups.available(admits, changed)
+                return await self._groups.available(names, admits, changed)
         except TimeoutError:
             if not bound.expired():
                 raise
@@ -151,7 +153,7 @@ class Proxy:
         self._hold = HoldQueue(settings, groups, metrics)
         self.suspects = Suspects(settings.hold_timeout_seconds)
         # A request that waits for the end of a trial may go to another group.
-        groups.returned = self.suspects.notify
+        groups.changed = self.suspects.notify
         groups.died = lambda generation, reported: self.suspects.died(
             generation.name, generation.exposures, reported=reported, cause=generation.cause
         )
@@ -163,7 +165,7 @@ class Proxy:
         self.idle.set()
         self.upstream = Upstream()
         self._resumption = Resumption(self.upstream)
-        self._trials = Trials(self.suspects, self.upstream, settings.served_names[0])
+        self._trials = Trials(self.suspects, self.upstream)
 
     @property
     def active(self) -> int:
@@ -234,7 +236,7 @@ class Proxy:
 
     async def _check_model(self, exchange: Exchange) -> None:
         """Check the model name, because vLLM logs unknown names; raises RefusedError."""
-        known, steps = self._settings.served_names, find_models(exchange.body)
+        steps = find_models(exchange.body)
         while True:
             try:
                 next(steps)
@@ -245,10 +247,9 @@ class Proxy:
                 raise RefusedError(errors.BAD_ENCODING) from None
             await asyncio.sleep(0)
         if found.wrong is not None:
-            raise RefusedError(errors.bad_model(found.wrong, known))
-        for name in found.names:
-            if name not in known:
-                raise RefusedError(errors.unknown_model(name, known))
+            raise RefusedError(errors.bad_model(found.wrong, self._groups.names))
+        exchange.names = tuple(dict.fromkeys(found.names))
+        self._groups.check(exchange.names)
 
     async def _answers_model(self, exchange: Exchange) -> bool:
         """Answer `/v1/models/NAME`, which vLLM does not implement; return whether the path matched.
@@ -259,8 +260,7 @@ class Proxy:
         name = model_of_path(exchange.path)
         if name is None:
             return False
-        if name not in self._settings.served_names:
-            raise RefusedError(errors.unknown_model(name, self._settings.served_names))
+        self._groups.check((name,))
         card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "vllm"}
         exchange.outcome = Outcome.OK
         await exchange.send_whole(200, exchange.own_headers(), json.dumps(card).encode())
@@ -329,10 +329,10 @@ class Proxy:
     async def _try_alone(self, exchange: Exchange) -> bool:
         """Call `_try` for a suspected request within its trial."""
         digest = exchange.digest
-        self.suspects.wait(exchange, digest)
+        self.suspects.wait(exchange, digest, lambda group: group.has(exchange.names))
         try:
             group, generation = await self._engine(exchange)
-            while not self.suspects.is_next(exchange):
+            while not self.suspects.is_next(exchange, group):
                 async with _keep_alive_comments(exchange):
                     await self.suspects.changed()
                 if not self.suspects.suspected(digest, exchange.kinds):
@@ -365,15 +365,16 @@ class Proxy:
         self, exchange: Exchange, admits: Callable[[RoutedGroup], bool] | None = None
     ) -> tuple[RoutedGroup, EngineGeneration]:
         """Return a group and its engine generation, waiting if necessary."""
-        found = self._groups.pick(lambda group: _continues(exchange, group) and (admits is None or admits(group)))
-        found = found or self._groups.pick(admits)
+        names = exchange.names
+        found = self._groups.pick(names, lambda group: _continues(exchange, group) and (not admits or admits(group)))
+        found = found or self._groups.pick(names, admits)
         if found is None:
             since = time.monotonic()
             exchange.event("held")
             try:
                 async with _keep_alive_comments(exchange):
                     size, changed = len(exchange.body), self.suspects.changed
-                    found = await self._hold.wait(size, admits, changed, admitted=exchange.sent_upstream)
+                    found = await self._hold.wait(size, names, admits, changed, admitted=exchange.sent_upstream)
             finally:
                 exchange.held += time.monotonic() - since
         return found

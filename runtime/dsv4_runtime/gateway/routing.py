@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,7 +22,7 @@ from dsv4_runtime.client import AGENT_ERRORS, AgentClient
 from dsv4_runtime.contract import AgentStatus, Cause, Health, Phase
 from dsv4_runtime.contract.gateway import GatewayRoute, GroupRoute, Kind
 from dsv4_runtime.engine import token_auth
-from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up_refusal
+from dsv4_runtime.gateway.errors import EngineLostError, RefusedError, given_up_refusal, unknown_model
 from dsv4_runtime.util.files import own_shortage
 
 _log = logging.getLogger("dsv4.gateway")
@@ -444,6 +444,8 @@ class RoutedGroup:
         self.index, self.api, self.engine = route.group, route.api, engine
         self.failures = route.failures
         """Deaths in the route."""
+        self.names = route.served_names
+        """Names of the model; never empty in `Groups`."""
         self._reported = reported
         self.place = route.agent, route.api
         self._agent, self._routes = route.agent, routes
@@ -461,6 +463,10 @@ class RoutedGroup:
         self._client = AgentClient()
         self._vllm = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_HEALTH_SECONDS), auto_decompress=False)
         self._task = asyncio.create_task(self._run())
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Return whether the model has all of `names`."""
+        return all(name in self.names for name in names)
 
     @property
     def age(self) -> float | None:
@@ -571,19 +577,23 @@ _ROUTE_POLL_SECONDS = 0.5
 class Groups:
     """All groups of the deployment, following the route file."""
 
-    def __init__(self, routes: RouteFile) -> None:
+    def __init__(self, routes: RouteFile, names: tuple[str, ...]) -> None:
+        """`names`: of the model in groups whose route has none."""
         self.routes = routes
         self.all: dict[int, RoutedGroup] = {}
         """By index; the gateway's own group first."""
-        self._settled = asyncio.Event()
-        """Set while no request has to wait."""
+        self._default = names
+        self._news = asyncio.Event()
+        """Set, and replaced, at each change of `_choices`."""
         self.died: Callable[[EngineGeneration, bool], None] = lambda generation, reported: None
         """See `EngineView`."""
         self.reported: Callable[[RoutedGroup, AgentStatus], None] = lambda group, status: None
         """Called with every status of an agent."""
-        self.returned: Callable[[], None] = lambda: None
-        """Called when the engine of another group becomes available."""
-        self._present = frozenset[int]()
+        self.changed: Callable[[], None] = lambda: None
+        """Called when requests may have another choice of groups."""
+        self._choices: dict[int, tuple[EngineGeneration | None, str | None, tuple[str, ...]]] = {}
+        """What the choice of a group depends on: by its index, the generation that accepts requests, the reason why
+        the group was given up, and its names."""
 
     async def run(self) -> None:
         """Watch all groups until cancelled."""
@@ -596,14 +606,16 @@ class Groups:
         finally:
             await asyncio.gather(*(group.end() for group in self.all.values()))
 
-    def pick(self, admits: Callable[[RoutedGroup], bool] | None = None) -> tuple[RoutedGroup, EngineGeneration] | None:
+    def pick(
+        self, names: Iterable[str] = (), admits: Callable[[RoutedGroup], bool] | None = None
+    ) -> tuple[RoutedGroup, EngineGeneration] | None:
         """Return the group for a request and its engine generation; None if no engine is available.
 
         The group with the fewest requests of this gateway; on a tie the own group, whose caches contain its clients'
-        prefixes. `admits` restricts the groups.
+        prefixes. `admits` restricts the groups with all of the model's `names`.
         """
         found: tuple[RoutedGroup, EngineGeneration] | None = None
-        for group in self.all.values():
+        for group in self._having(names):
             generation = group.engine.present
             if (
                 generation is not None
@@ -614,21 +626,44 @@ class Groups:
         return found
 
     async def available(
-        self, admits: Callable[[RoutedGroup], bool] | None = None, changed: Callable[[], Awaitable[None]] | None = None
+        self,
+        names: Sequence[str] = (),
+        admits: Callable[[RoutedGroup], bool] | None = None,
+        changed: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[RoutedGroup, EngineGeneration]:
         """Return the result of `pick` as soon as there is one; `changed` waits for a possible change of `admits`.
 
         Raises:
-            RefusedError: all groups were given up.
+            RefusedError: no group has `names` any more, or all that have them were given up.
         """
-        while (found := self.pick(admits)) is None:
-            if (reason := self.given_up) is not None:
+        while (found := self.pick(names, admits)) is None:
+            self.check(names)
+            if (reason := _given_up(self._having(names))) is not None:
                 raise RefusedError(given_up_refusal(reason))
-            if changed is not None and self.pick() is not None:
+            if changed is not None and self.pick(names) is not None:
                 await changed()
             else:
-                await self._settled.wait()
+                await self._news.wait()
         return found
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise RefusedError if there is no group with all of the model's `names`."""
+        if names and not self._having(names):
+            known = self.names
+            raise RefusedError(unknown_model(next((name for name in names if name not in known), names[-1]), known))
+
+    def _having(self, names: Iterable[str]) -> list[RoutedGroup]:
+        return [group for group in self.all.values() if group.has(names)]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the model in any group."""
+        return tuple(dict.fromkeys(name for group in self.all.values() for name in group.names)) or self._default
+
+    @property
+    def differ(self) -> bool:
+        """Return whether the names of the model differ between groups."""
+        return len({frozenset(group.names) for group in self.all.values()}) > 1
 
     @property
     def state(self) -> Availability:
@@ -646,8 +681,7 @@ class Groups:
     @property
     def given_up(self) -> str | None:
         """Return why no group will recover by itself; None if one may."""
-        reasons = [group.engine.given_up for group in self.all.values()]
-        return reasons[0] if reasons and None not in reasons else None
+        return _given_up(self.all.values())
 
     async def _apply(self) -> None:
         # Neither mapping changes afterwards: the status page and metrics may still hold the one before.
@@ -661,8 +695,9 @@ class Groups:
         self.all = found
         for route in self.routes.route.groups:
             found[route.group].failures = route.failures
+            found[route.group].names = route.served_names or self._default
             found[route.group].engine.give_up(route.given_up)
-        # Before any other task runs: a request that finds no engine and an event that is set would loop forever.
+        # Before any other task runs: requests may wait for a group that is gone.
         self._changed()
         await asyncio.gather(*(group.end() for index, group in before.items() if found.get(index) is not group))
 
@@ -670,11 +705,17 @@ class Groups:
         return EngineView(self._changed, group, lambda generation, reported: self.died(generation, reported))
 
     def _changed(self) -> None:
-        if self.state is Availability.HEALTHY or self.given_up is not None:
-            self._settled.set()
-        else:
-            self._settled.clear()
-        before = self._present
-        self._present = frozenset(index for index, group in self.all.items() if group.engine.present is not None)
-        if self._present - before:
-            self.returned()
+        before = self._choices
+        self._choices = {
+            index: (group.engine.present, group.engine.given_up, group.names) for index, group in self.all.items()
+        }
+        if self._choices != before:
+            self._news.set()
+            self._news = asyncio.Event()
+            self.changed()
+
+
+def _given_up(groups: Iterable[RoutedGroup]) -> str | None:
+    """Return why none of `groups` will recover by itself; None if one may, or if there is none."""
+    reasons = [group.engine.given_up for group in groups]
+    return reasons[0] if reasons and None not in reasons else None

@@ -83,9 +83,8 @@ _MAX_ANSWER_BYTES = 2**20
 class Canary:
     """Canary: completes one token in the group that would serve the next request."""
 
-    def __init__(self, groups: Groups, upstream: Upstream, model: str) -> None:
+    def __init__(self, groups: Groups, upstream: Upstream) -> None:
         self._groups, self._upstream = groups, upstream
-        self._body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0.0}).encode()
         self._name = socket.gethostname()
 
     def refusal(self, request: Request) -> CanaryReport | None:
@@ -129,7 +128,8 @@ class Canary:
     async def _complete(self, group: RoutedGroup) -> str | None:
         """Return the problem of the response, else None."""
         headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
-        async with self._upstream.request(group.api, "POST", "/v1/completions", headers, (self._body,)) as answer:
+        asked = json.dumps({"model": group.names[0], "prompt": "Hello", "max_tokens": 1, "temperature": 0.0}).encode()
+        async with self._upstream.request(group.api, "POST", "/v1/completions", headers, (asked,)) as answer:
             body = b""
             while (part := await answer.part()) and len(body) < _MAX_ANSWER_BYTES:
                 body += part
@@ -244,7 +244,7 @@ class Gateway:
         self._account = Account(settings.max_client_bytes)
         self._settings = settings
         self._metrics = GatewayMetrics(number)
-        self._groups = Groups(routes)
+        self._groups = Groups(routes, settings.served_names)
         self._proxy = Proxy(settings, self._groups, self._metrics, keep_key=keys is None, traces=traces)
         self._metrics.observe(self._groups, lambda: self._proxy.active, lambda: self._account.used, overdue)
         self._keys = keys
@@ -257,9 +257,9 @@ class Gateway:
         """Times of metric generations within the last second."""
         self._engine_metrics = SharedResult(self._scrape_own, _SCRAPE_SHARED_SECONDS)
         self._peer_metrics = SharedResult(self._scrape_peers, 1 / _OWN_METRICS_PER_SECOND)
-        self._canaries = Canary(self._groups, self._proxy.upstream, settings.served_names[0])
+        self._canaries = Canary(self._groups, self._proxy.upstream)
         self._canary = SharedResult(self._canaries.check, _CANARY_SHARED_SECONDS)
-        self._page = Page(self._groups, settings.served_names, scrape=self._scrape, gateways=self._all_gateway_metrics)
+        self._page = Page(self._groups, scrape=self._scrape, gateways=self._all_gateway_metrics)
         self._figures = SharedResult(self._page.figures, _CANARY_SHARED_SECONDS)
 
     async def serve(
@@ -480,14 +480,13 @@ class Gateway:
         await request.end()
 
     def _serves_models(self, request: Request) -> bool:
-        """Return whether a client requests the models while no engine is available."""
+        """Return whether a client requests the models while no engine is available, or while no engine has all."""
         asked = (request.method, request.path) == ("GET", "/v1/models")
-        return asked and self._groups.state is not Availability.HEALTHY
+        return asked and (self._groups.state is not Availability.HEALTHY or self._groups.differ)
 
     def _models(self) -> bytes:
         data = [
-            {"id": name, "object": "model", "created": self._began, "owned_by": "vllm"}
-            for name in self._settings.served_names
+            {"id": name, "object": "model", "created": self._began, "owned_by": "vllm"} for name in self._groups.names
         ]
         return json.dumps({"object": "list", "data": data}).encode()
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import FatalRequest, FatalRequests
@@ -52,6 +53,8 @@ MAX_RECORDS = 4096
 _KEEP_FOUND = 20
 
 Clock = Callable[[], float]
+Fits = Callable[[Any], bool]
+"""Returns whether a request may go to a group."""
 
 
 @dataclass(slots=True)
@@ -97,7 +100,7 @@ class Trial:
     """Attempt of a suspect; only one at a time."""
 
     record: Record
-    group: object
+    group: Hashable
 
 
 class Suspects:
@@ -113,10 +116,10 @@ class Suspects:
         """Least recently used first."""
         self._clients: dict[bytes, int] = {}
         """Open exchanges per request."""
-        self._waiting: dict[Hashable, Record] = {}
+        self._waiting: dict[Hashable, tuple[Record, Fits]] = {}
         """Exchanges waiting for their trial, in order of arrival."""
-        self._next: Hashable | None = None
-        """Exchange with the next trial; None: not computed."""
+        self._next: dict[Hashable, Hashable | None] = {}
+        """Exchange with the next trial in each group, as far as computed; None: there is none."""
         self._trial: Trial | None = None
         self._changed = asyncio.Event()
         self._found: list[FatalRequest] = []
@@ -160,7 +163,7 @@ class Suspects:
             raise RefusedError(errors.engine_lost(message))
         return len(record.deaths) >= (SUSPECTED_DEATHS if self.kinds.is_proven(record.kinds) else 1)
 
-    def admits(self, group: object, digest: bytes) -> bool:
+    def admits(self, group: Hashable, digest: bytes) -> bool:
         """Return whether an unsuspected request may go to `group` now.
 
         Requests with deaths wait for the end of a trial. While a strict trial waits or runs, all requests wait.
@@ -169,28 +172,29 @@ class Suspects:
             if self._trial.group is not group:
                 return True
             record = self._trial.record
-        elif self._waiting:
-            record = self._waiting[self._likeliest()]
+        elif (likeliest := self._likeliest(group)) is not None:
+            record, _ = self._waiting[likeliest]
         else:
             return True
         return not record.strict and not self.has_deaths(digest)
 
-    def has_trial(self, group: object) -> bool:
-        """Return whether a trial waits, or runs in `group`."""
-        return bool(self._waiting) if self._trial is None else self._trial.group is group
+    def has_trial(self, group: Hashable) -> bool:
+        """Return whether a trial waits for `group`, or runs in it."""
+        return self._likeliest(group) is not None if self._trial is None else self._trial.group is group
 
-    def wait(self, exchange: Hashable, digest: bytes) -> None:
-        """Queue a suspect for its trial."""
-        self._waiting[exchange] = self._records[digest]
+    def wait(self, exchange: Hashable, digest: bytes, fits: Fits) -> None:
+        """Queue a suspect for its trial, which can be in the groups for which `fits` is true."""
+        self._waiting[exchange] = self._records[digest], fits
         self.notify()
 
-    def is_next(self, exchange: Hashable) -> bool:
-        """Return whether the trial of a queued suspect may begin."""
-        return self._trial is None and self._likeliest() is exchange
+    def is_next(self, exchange: Hashable, group: Hashable) -> bool:
+        """Return whether the trial of a queued suspect may begin in `group`."""
+        return self._trial is None and self._likeliest(group) is exchange
 
-    def begin(self, exchange: Hashable, group: object) -> Trial:
+    def begin(self, exchange: Hashable, group: Hashable) -> Trial:
         """Begin the trial of a queued suspect in `group`."""
-        self._trial = Trial(self._waiting.pop(exchange), group)
+        record, _ = self._waiting.pop(exchange)
+        self._trial = Trial(record, group)
         self.notify()
         return self._trial
 
@@ -214,24 +218,26 @@ class Suspects:
         """Wait until trials or deaths change."""
         await self._changed.wait()
 
-    def _likeliest(self) -> Hashable:
-        """Return the most likely cause among the queued suspects.
+    def _likeliest(self, group: Hashable) -> Hashable | None:
+        """Return the most likely cause among the queued suspects that fit `group`; None if there is none.
 
         Order: most deaths without output, most deaths, latest arrival.
         """
-        if self._next is None:
-            order = {exchange: index for index, exchange in enumerate(self._waiting)}
+        if group not in self._next:
+            order = {
+                exchange: index for index, (exchange, (_, fits)) in enumerate(self._waiting.items()) if fits(group)
+            }
 
             def likely(exchange: Hashable) -> tuple[int, int, int]:
-                deaths = self._waiting[exchange].deaths
+                deaths = self._waiting[exchange][0].deaths
                 return sum(death.silent for death in deaths), len(deaths), order[exchange]
 
-            self._next = max(order, key=likely)
-        return self._next
+            self._next[group] = max(order, key=likely, default=None)
+        return self._next[group]
 
     def notify(self) -> None:
         """Wake requests that wait for a change of trials, deaths or groups."""
-        self._next = None
+        self._next.clear()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -490,9 +496,9 @@ class TrialAttempt:
 class Trials:
     """Runs trials."""
 
-    def __init__(self, suspects: Suspects, upstream: Upstream, model: str) -> None:
+    def __init__(self, suspects: Suspects, upstream: Upstream) -> None:
         self.suspects = suspects
-        self._upstream, self._model = upstream, model
+        self._upstream = upstream
         self._owner = secrets.token_hex(8)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -518,7 +524,7 @@ class Trials:
     async def probe(self, group: RoutedGroup, generation: EngineGeneration) -> bool:
         """Complete one token; return whether that succeeded in a confirmed generation."""
         sent = time.monotonic()
-        body = json.dumps(completion.request(self._model)).encode()
+        body = json.dumps(completion.request(group.names[0])).encode()
         if await self._post(group, "/v1/completions", Kind.PROBE, body) and group.engine.present is generation:
             generation.exposures.settle(sent)
             return True

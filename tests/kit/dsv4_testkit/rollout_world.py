@@ -29,6 +29,7 @@ from dsv4_operator.lifecycle import (
     compute_status,
     decide_groups,
     events,
+    group_names,
     record_evidence,
     versions,
 )
@@ -49,7 +50,7 @@ metadata: {name: nano, generation: %(generation)d, annotations: {%(annotations)s
 spec:
   suspend: %(suspend)s
   replicas: %(replicas)d
-  model: {variant: Nano, source: {nano: {seed: %(seed)d}}}
+  model: {variant: Nano, source: {nano: {seed: %(seed)d}}, servedNames: [of-%(seed)d]}
   topology: {hardware: CPU}
   recovery: {maxRestarts: 2, window: 10m, backoff: {base: 1s, max: 8s}}
   rollout: {strategy: %(strategy)s, maxUnavailable: %(limit)d, progressDeadline: 5m, autoRollback: %(back)s}
@@ -227,6 +228,7 @@ class World:
         self.told += events(known, new)
         self.kept = DeploymentStatus.model_validate_json(new.to_json())
         assert self.kept == new, "a status must survive being kept"
+        self.check_names()
         self.pause = min(decision.next_time for decision in turn.decisions) - self.now
 
     def _check(self, seen: Sequence[Observed], known: DeploymentStatus, decided: Sequence[GroupStatus]) -> None:
@@ -330,6 +332,19 @@ class World:
                 return
             self.go_on(seconds=seconds)
         raise AssertionError(f"not so after {looks} looks: {self.kept.to_json(indent=1)}")
+
+    def check_names(self) -> None:
+        """Assert that gateways have the names that each group serves, or none for a version that is not known."""
+        names = group_names(self.deployment, self.kept)
+        known = self.deployment, *versions(self.deployment, self.kept)
+        seeds = {revision(version): seed_of(version) for version in known}
+        for group in self.kept.groups:
+            if group.revision in seeds:
+                assert names[group.index] == (f"of-{seeds[group.revision]}",), f"group {group.index} has other names"
+        for member in self.alive():
+            if self.group(member.group).incarnation == member.incarnation:
+                found = names.get(member.group, ())
+                assert found in ((), (f"of-{member.seed}",)), f"group {member.group} has {found}"
 
     def all_serve(self, seed: int) -> bool:
         phases = [self.group(index).phase for index in range(self.asked.replicas)]

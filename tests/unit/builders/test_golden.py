@@ -5,6 +5,7 @@ After an intended change: `DSV4_GOLDEN=write python -m pytest tests/unit/builder
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -250,6 +251,22 @@ def test_the_route_of_every_gateway_lists_every_group() -> None:
     assert [one.given_up for one in route.groups] == [None, None, "spent"]
     assert route.agent == "http://nano-1-head.team.svc:8090"
     assert GatewayRoute.model_validate_json(route.to_json()) == route
+
+
+def test_a_route_of_another_version_is_read() -> None:
+    """Gateways and operator are replaced one after the other."""
+    wanted = read("nano")
+    wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"replicas": 2})})
+    route = frontend.gateway_route(wanted, 0, [None, None], {0: ("old",), 1: ("new",)})
+    assert [one.served_names for one in route.groups] == [("old",), ("new",)]
+    document = json.loads(route.to_json())
+    for one in (document, *document["others"]):
+        del one["servedNames"]
+        one["later"] = 1
+    earlier = GatewayRoute.model_validate(document)
+    assert [one.served_names for one in earlier.groups] == [(), ()]
+    assert frontend.limits(wanted, {1: ("new", "b"), 0: ("old", "b")}).served_names == ("old", "b", "new")
+    assert frontend.limits(wanted, {}).served_names == ("nano",)
 
 
 @pytest.mark.parametrize("name", NODES)

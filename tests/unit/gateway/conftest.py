@@ -14,6 +14,7 @@ import socket
 import tempfile
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -386,17 +387,21 @@ class Lab:
         api: str | None = None,
         given_up: str | None = None,
         others: dict[str, str | None] | None = None,
+        names: Sequence[tuple[str, ...]] = (),
     ) -> None:
         """Route the gateway to an engine. Its agent and vLLM have the same URL unless `api` is given.
 
-        `others` maps the URLs of further groups to the reason why they were given up, or None.
+        `others` maps the URLs of further groups to the reason why they were given up, or None. `names` has the names
+        of the model in each group.
         """
         key = str(self.route.with_name("token-key"))
+        served = dict(enumerate(names))
         more = tuple(
-            GroupRoute(group=index, agent=url, api=url, given_up=why)
+            GroupRoute(group=index, agent=url, api=url, given_up=why, served_names=served.get(index, ()))
             for index, (url, why) in enumerate((others or {}).items(), 1)
         )
-        route = GatewayRoute(agent=agent, api=api or agent, token_key_file=key, given_up=given_up, others=more)
+        own = {"agent": agent, "api": api or agent, "given_up": given_up, "served_names": served.get(0, ())}
+        route = GatewayRoute(**own, token_key_file=key, others=more)
         partial = self.route.with_suffix(".new")
         partial.write_text(route.to_json())
         partial.replace(self.route)

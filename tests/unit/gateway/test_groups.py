@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 
 from dsv4_testkit.waiting import until
 
@@ -191,3 +193,152 @@ async def test_requests_of_a_removed_group_continue_in_another(kit):
         lab.point(lab.other)
         assert (await asyncio.wait_for(asked, 60))[0] == 200
         assert len(other.requests) == 1
+
+
+@contextlib.asynccontextmanager
+async def renamed(kit, first=("old",), second=("new",), **settings):
+    """Yield a lab in the middle of a rename: two groups that serve different names, and the engine of the second."""
+
+    def serve(engine, names):
+        async def script(request, body):
+            if body.get("model") in (None, *names):
+                return None
+            return web.json_response({"error": {"message": f"vLLM has no {body['model']}"}}, status=404)
+
+        engine.script = script
+        return engine
+
+    engines = serve(kit.Engine(model="a"), first), serve(kit.Engine(model="a"), second)
+    async with pair(kit, *engines, served_names=("old",), **settings) as (lab, other):
+        lab.names = first, second
+        lab.point(lab.upstream, others={lab.other: None}, names=lab.names)
+        await until(lambda: set(lab.gateway._groups.names) == {*first, *second})
+        yield lab, other
+
+
+async def ask(lab, *names, **more):
+    """Return status and code of a completion whose body has `model` as often as there are names."""
+    body = json.dumps({**ASK, **more})[1:].partition(",")[2]
+    given = "".join(f'"model": {json.dumps(name)},' for name in names)
+    status, answer = await lab.post(COMPLETIONS, ("{" + given + body).encode())
+    return status, None if status == 200 else json.loads(answer)["error"].get("code", "of vLLM")
+
+
+async def away(lab, index, engine):
+    await engine.change(phase="Restarting", health="Dead")
+    await until(lambda: not lab.gateway._groups.all[index].engine.present)
+
+
+async def test_a_name_goes_only_to_the_groups_that_serve_it(kit):
+    async with renamed(kit, second=("new", "more")) as (lab, other):
+        for _ in range(4):
+            assert await ask(lab, "old") == (200, None)
+            assert await ask(lab, "new") == (200, None)
+        assert [body["model"] for _, body, _ in lab.engine.requests] == ["old"] * 4
+        assert [body["model"] for _, body, _ in other.requests] == ["new"] * 4
+        assert await ask(lab) == (200, None)
+        assert await ask(lab, "another") == (404, 404)
+        # Parsers differ in the choice of one, and no group serves both.
+        assert await ask(lab, "old", "new") == (404, 404)
+        assert await ask(lab, "new", "more", "new") == (200, None)
+        async with lab.client.get(lab.url + "/v1/models") as answer:
+            assert [model["id"] for model in (await answer.json())["data"]] == ["old", "new", "more"]
+        assert await status_of(lab, "/v1/models/more") == 200
+        assert await status_of(lab, "/v1/models/another") == 404
+
+
+async def test_a_name_waits_for_its_only_group_while_another_one_serves(kit):
+    async with renamed(kit) as (lab, other):
+        await away(lab, 0, lab.engine)
+        asked = asyncio.ensure_future(ask(lab, "old"))
+        await lab.holds(1)
+        assert await ask(lab, "new") == (200, None)
+        assert await status_of(lab, "/health") == 200
+        assert not asked.done()
+        await lab.engine.change(phase="Serving", health="Healthy", generation=2)
+        async with asyncio.timeout(60):
+            assert await asked == (200, None)
+        assert [len(engine.requests) for engine in (lab.engine, other)] == [1, 1]
+
+
+async def test_the_wait_for_the_only_group_with_a_name_is_bounded(kit):
+    async with renamed(kit, hold_timeout_seconds=0.3, max_held_requests=1) as (lab, other):
+        await away(lab, 0, lab.engine)
+        first = asyncio.ensure_future(ask(lab, "old"))
+        await lab.holds(1)
+        assert await ask(lab, "old") == (503, "engine_unavailable")
+        assert await ask(lab, "another") == (404, 404)
+        assert await first == (503, "engine_unavailable")
+        lab.point(lab.upstream, given_up="spent", others={lab.other: None}, names=lab.names)
+        await until(lambda: lab.gateway._groups.all[0].engine.given_up)
+        assert await ask(lab, "old") == (503, "engine_given_up")
+        assert await ask(lab, "new") == (200, None)
+        assert (lab.engine.requests, len(other.requests)) == ([], 1)
+
+
+async def test_a_wait_ends_when_the_only_group_with_the_name_is_given_up_or_gets_another_one(kit):
+    async with renamed(kit) as (lab, _):
+        await away(lab, 0, lab.engine)
+        asked = asyncio.ensure_future(ask(lab, "old"))
+        await lab.holds(1)
+        lab.point(lab.upstream, given_up="spent", others={lab.other: None}, names=lab.names)
+        async with asyncio.timeout(60):
+            assert await asked == (503, "engine_given_up")
+        lab.point(lab.upstream, others={lab.other: None}, names=lab.names)
+        await until(lambda: not lab.gateway._groups.all[0].engine.given_up)
+        asked = asyncio.ensure_future(ask(lab, "old"))
+        await lab.holds(1)
+        lab.point(lab.upstream, others={lab.other: None}, names=(("new",), ("new",)))
+        async with asyncio.timeout(60):
+            assert await asked == (404, 404)
+        assert await ask(lab, "old") == (404, 404)
+        assert lab.engine.requests == []
+        # Once all groups serve the same names, the list is vLLM's again.
+        assert not lab.gateway._serves_models(SimpleNamespace(method="GET", path="/v1/models"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_of_a_dying_group_continue_only_in_a_group_with_their_name(kit, stream):
+    async with renamed(kit) as (lab, other):
+        lab.engine.faults = [kit.Fault(after=3, back=0.3)]
+        assert await ask(lab, "old", stream=stream, max_tokens=10) == (200, None)
+        assert ([len(engine.requests) for engine in (lab.engine, other)]) == [2, 0]
+
+
+async def test_a_suspect_does_not_block_a_group_without_its_name(kit):
+    async with renamed(kit) as (lab, _):
+        suspects = lab.gateway._proxy.suspects
+        lab.engine.faults = [kit.Fault(back=0.05), kit.Fault(back=60.0)]
+        asked = asyncio.ensure_future(ask(lab, "old", prompt="the poison"))
+        await until(lambda: suspects._waiting)
+        # As after a death beside other requests: while such a suspect waits, no other request enters its group.
+        (record,) = suspects._records.values()
+        record.deaths.append(record.deaths[-1])
+        assert record.strict
+        # Less than the wait of the suspect.
+        async with asyncio.timeout(30):
+            assert await ask(lab, "new") == (200, None)
+        assert not asked.done()
+        asked.cancel()
+
+
+async def test_the_gateways_own_requests_have_a_name_of_their_group(kit):
+    async with renamed(kit) as (lab, other):
+        groups = lab.gateway._groups
+        for index, engine, name in ((0, lab.engine, "old"), (1, other, "new")):
+            generation = groups.all[index].engine.present
+            assert await lab.gateway._proxy._trials.probe(groups.all[index], generation)
+            assert engine.requests[-1][1]["model"] == name
+        await away(lab, 0, lab.engine)
+        assert (await lab.gateway._canaries.check()).ok
+        assert other.requests[-1][1]["model"] == "new"
+        assert (await lab.gateway._page.make()).deployments[0].models == ("old", "new")
+
+
+async def test_a_route_without_names_has_those_of_the_settings(kit):
+    """It is of an earlier operator, or its group was never formed."""
+    async with renamed(kit) as (lab, _):
+        lab.point(lab.upstream, others={lab.other: None}, names=((), ("new",)))
+        await until(lambda: lab.gateway._groups.all[0].names == ("old",))
+        assert await ask(lab, "old") == (200, None)
+        assert await ask(lab, "new") == (200, None)

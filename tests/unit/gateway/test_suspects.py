@@ -441,7 +441,7 @@ def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any(
     for generation in ("1", "2"):
         died(found, generation, "one", "had a death")
     assert found.admits(group, b"had a death")
-    found.wait("exchange", b"one")
+    found.wait("exchange", b"one", lambda _: True)
     assert (found.admits(group, b"had a death"), found.admits(group, b"new")) == (False, True)
     current = found.begin("exchange", group)
     assert (found.admits(group, b"had a death"), found.admits(other, b"had a death")) == (False, True)
@@ -450,8 +450,26 @@ def test_others_wait_while_a_strict_trial_does_and_those_with_deaths_during_any(
     assert found.admits(group, b"had a death")
     found.end(current)
     died(found, "3", "one", "new")
-    found.wait("exchange", b"one")
+    found.wait("exchange", b"one", lambda _: True)
     assert not found.admits(group, b"another")
+
+
+def test_a_trial_that_fits_another_group_delays_no_request():
+    found, group, other = suspects.Suspects(), object(), object()
+    for generation in ("1", "2", "3"):
+        died(found, generation, "one", "two")
+    found.wait("first", b"one", lambda one: one is group)
+    assert (found.admits(group, b"new"), found.has_trial(group)) == (False, True)
+    assert (found.admits(other, b"new"), found.has_trial(other)) == (True, False)
+    found.wait("second", b"two", lambda one: one is other)
+    assert not found.admits(other, b"new")
+    assert (found.is_next("first", group), found.is_next("second", other)) == (True, True)
+    found.end(found.begin("second", other))
+    assert found.admits(other, b"new")
+    # One trial at a time, also in different groups.
+    found.begin("first", group)
+    found.wait("second", b"two", lambda one: one is other)
+    assert not found.is_next("second", other)
 
 
 def test_the_likeliest_cause_is_tried_first():
@@ -465,9 +483,9 @@ def test_the_likeliest_cause_is_tried_first():
         found.died(generation, exposures, reported=True)
     order = []
     for name in ("first", "last", "stream"):
-        found.wait(name, name.encode())
+        found.wait(name, name.encode(), lambda _: True)
     for _ in range(3):
-        name = next(name for name in ("first", "last", "stream") if name not in order and found.is_next(name))
+        name = next(name for name in ("first", "last", "stream") if name not in order and found.is_next(name, None))
         found.end(found.begin(name, None))
         order.append(name)
     assert order == ["last", "first", "stream"]

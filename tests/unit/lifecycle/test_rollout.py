@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import pytest
 
 from dsv4_operator.api import ConditionStatus, ConditionType, GroupPhase, GroupStatus, Reason
-from dsv4_operator.lifecycle import EventType, answering_version
+from dsv4_operator.lifecycle import EventType, group_names, with_accepted
 from dsv4_operator.lifecycle.decide import WAITS_FOR_OTHERS
 from dsv4_operator.lifecycle.rollout import _failed
 from dsv4_runtime.contract import Phase
-from dsv4_testkit.rollout_world import DEADLINE, LIFE, NODES, Asked, World, seed_of
+from dsv4_testkit.rollout_world import DEADLINE, LIFE, NODES, Asked, World
 
 
 def serving_world(**asked: object) -> World:
@@ -66,8 +66,8 @@ def test_fields_that_members_do_not_depend_on_cause_no_restart(changes: Mapping[
 
 
 @pytest.mark.parametrize("ends", ["refused", "given up", "served"])
-def test_gateways_have_the_served_version_until_a_group_has_another_one(ends: str) -> None:
-    """Names of the model may differ: a gateway with others would refuse each request."""
+def test_gateways_have_the_names_that_each_group_serves(ends: str) -> None:
+    """A gateway with others would refuse requests, or send them to a group whose vLLM refuses them."""
     world = serving_world()
     if ends == "refused":
         world.refused = {1}
@@ -75,24 +75,53 @@ def test_gateways_have_the_served_version_until_a_group_has_another_one(ends: st
         world.bad[1] = "config"
     world.asked = world.asked.but(seed=1)
 
-    def seed() -> int:
-        return seed_of(answering_version(world.deployment, world.kept))
+    def names() -> list[str]:
+        return [name for _, (name,) in sorted(group_names(world.deployment, world.kept).items())]
 
-    assert seed() == 0, "no group has begun"
+    seen = [names()]
+    assert seen == [["of-0", "of-0"]], "no group has begun"
+
+    def go_on() -> None:
+        world.go_on()
+        if names() != seen[-1]:
+            seen.append(names())
+
     if ends == "refused":
-        world.go_on(50)
+        for _ in range(50):
+            go_on()
         assert world.all_serve(0)
+        assert len(seen) == 1
     elif ends == "given up":
-        world.until(lambda: bool(world.kept.rollout.rejected))
-        world.until(lambda: world.all_serve(0))
+        while not (world.kept.rollout.rejected and world.all_serve(0)):
+            go_on()
+        assert seen[1:] == [["of-0", "of-1"], ["of-0", "of-0"]]
         # A further group, which has no version yet.
         world.asked = world.asked.but(replicas=3)
         while not world.all_serve(0):
-            world.go_on()
-            assert seed() == 0
+            go_on()
+            assert set(names()) == {"of-0"}
     else:
-        world.until(lambda: world.all_serve(1))
-    assert seed() == (1 if ends == "served" else 0)
+        while not world.all_serve(1):
+            go_on()
+        assert seen[1:] == [["of-0", "of-1"], ["of-1", "of-1"]]
+    assert set(names()) == {"of-1" if ends == "served" else "of-0"}
+
+
+def test_a_third_specification_leaves_the_names_of_its_groups() -> None:
+    world = serving_world(replicas=3)
+    world.asked = world.asked.but(seed=1)
+    world.until(lambda: world.serving() == {0: 0, 1: 1, 2: 1})
+    # As the reconciler does.
+    rollout = with_accepted(world.kept.rollout, world.deployment, world.kept.groups)
+    world.kept = world.kept.model_copy(update={"rollout": rollout})
+    world.asked = world.asked.but(seed=2)
+    assert group_names(world.deployment, world.kept) == {0: ("of-0",), 1: ("of-1",), 2: ("of-1",)}
+    world.until(lambda: world.group(2).phase is GroupPhase.STARTING)
+    rollout = with_accepted(world.kept.rollout, world.deployment, world.kept.groups)
+    world.kept = world.kept.model_copy(update={"rollout": rollout})
+    # The second specification is not known any more.
+    assert group_names(world.deployment, world.kept) == {0: ("of-0",), 2: ("of-2",)}
+    world.until(lambda: world.all_serve(2))
 
 
 @pytest.mark.parametrize("how", ["config", "dies", "never"])

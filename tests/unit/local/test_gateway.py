@@ -23,7 +23,14 @@ import pytest
 from gateway import running
 from pydantic import ValidationError
 
-from dsv4_operator.api import DeploymentStatus, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
+from dsv4_operator.api import (
+    DeploymentStatus,
+    DSV4Deployment,
+    FailureStatus,
+    GroupPhase,
+    GroupStatus,
+    RolloutStatus,
+)
 from dsv4_operator.api.spec import GatewaySpec
 from dsv4_operator.backends.local import gateway as local_gateway
 from dsv4_operator.backends.local import supervisor
@@ -45,7 +52,7 @@ from dsv4_operator.backends.local.gateway import (
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Child, Processes
 from dsv4_operator.controller.standalone import Passes
-from dsv4_operator.planning.revision import revision
+from dsv4_operator.planning.revision import formed_from, revision
 from dsv4_operator.planning.setup import with_settings
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
@@ -61,9 +68,13 @@ AWAY = GroupRoute(agent="http://127.0.0.1:9", api="http://127.0.0.1:9")
 
 
 async def started(
-    given: DSV4Deployment, state: DeploymentState, heads: list[GroupRoute], supervised: Supervised
+    given: DSV4Deployment,
+    state: DeploymentState,
+    heads: list[GroupRoute],
+    supervised: Supervised,
+    before: DeploymentStatus | None = None,
 ) -> tuple[LocalGateways, Processes, str]:
-    """Start the gateways of a loop; return them, its connection and their URL."""
+    """Start the gateways of a loop, after a report of `before`; return them, its connection and their URL."""
     state.directory.mkdir(exist_ok=True)
     state.token_key.write_text("k")
     processes = supervised.again()
@@ -73,6 +84,8 @@ async def started(
     gateways = LocalGateways(given, state, heads, processes)
     gateways.keep_sockets()
     processes.listen()
+    if before is not None:
+        gateways.update_routes(given, before)
     await gateways.start("api")
     with processes.socket("api") as listener:
         return gateways, processes, f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -411,6 +424,60 @@ async def test_every_group_has_a_gateway_on_the_one_socket(
     assert not [name for name in ROUTES if (state.directory / name).exists()]
 
 
+def renamed(name: str) -> DSV4Deployment:
+    given = deployment()
+    model = given.spec.model.model_copy(update={"served_names": (name,)})
+    return given.model_copy(update={"spec": given.spec.model_copy(update={"model": model})})
+
+
+async def test_the_routes_have_the_names_that_each_group_serves(tmp_path: Path, supervised: Supervised) -> None:
+    """Groups on several machines go on with an earlier specification, one after the other."""
+    old, new, state = renamed("old"), renamed("new"), DeploymentState(tmp_path, "n")
+
+    def status(*of: DSV4Deployment) -> DeploymentStatus:
+        groups = (GroupStatus(index=index, revision=revision(one)) for index, one in enumerate(of))
+        return DeploymentStatus(groups=tuple(groups), rollout=RolloutStatus(served=formed_from(old)))
+
+    def names() -> list[list[tuple[str, ...]]]:
+        routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
+        return [[group.served_names for group in route.groups] for route in routes]
+
+    heads = [AWAY, AWAY.model_copy(update={"group": 1})]
+    saved = new.model_copy(update={"status": status(old, old)})
+    gateways, processes, url = await started(saved, state, heads, supervised)
+    try:
+        assert names() == [[("old",), ("old",)]] * 2
+        assert json.loads((await _get(f"{url}/v1/models"))[1])["data"][0]["id"] == "old"
+        gateways.update_routes(new, status(old, new))
+        assert names() == [[("old",), ("new",)], [("new",), ("old",)]]
+        # The loop ended before its last status was saved.
+        for gateway in gateways._all:
+            assert gateway._supervisor is not None
+            gateway._supervisor.cancel()
+        await processes.close()
+        gateways, processes, _ = await started(saved, state, heads, supervised)
+        assert names() == [[("old",), ("new",)], [("new",), ("old",)]]
+        gateways.update_routes(new, status(old, old))
+        assert names() == [[("old",), ("old",)]] * 2
+        gateways.update_routes(new, status(new, new))
+        assert names() == [[("new",), ("new",)]] * 2
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
+async def test_gateways_that_start_later_have_the_names_of_that_time(tmp_path: Path, supervised: Supervised) -> None:
+    old, new, state = renamed("old"), renamed("new"), DeploymentState(tmp_path, "n")
+    group = GroupStatus(index=0, revision=revision(old))
+    before = DeploymentStatus(groups=(group,), rollout=RolloutStatus(served=formed_from(old)))
+    gateways, processes, url = await started(new, state, [AWAY], supervised, before=before)
+    try:
+        assert json.loads((await _get(f"{url}/v1/models"))[1])["data"][0]["id"] == "old"
+    finally:
+        await gateways.stop()
+        await processes.close()
+
+
 async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(
     tmp_path: Path, supervised: Supervised
 ) -> None:
@@ -419,9 +486,7 @@ async def test_a_killed_group_costs_no_request_behind_the_gateways_of_both(
     with gateway_groups.groups() as (ports, doomed):
         places = [f"http://127.0.0.1:{port}" for port in ports]
         heads = [GroupRoute(group=group, agent=place, api=place) for group, place in enumerate(places)]
-        given = deployment()
-        model = given.spec.model.model_copy(update={"served_names": (gateway_groups.BODY["model"],)})
-        given = given.model_copy(update={"spec": given.spec.model_copy(update={"model": model})})
+        given = renamed(gateway_groups.BODY["model"])
         gateways, processes, url = await started(given, state, heads, supervised)
         try:
             found = await gateway_groups.measure(f"{url}/v1/completions", 8, 5.0, doomed.kill)
@@ -560,9 +625,7 @@ async def fronts(
     """Start two gateways in front of one group; yield them, their port, the group's port, and their process ids."""
     port = free_port()
     place = f"http://127.0.0.1:{port}"
-    given = deployment()
-    model = given.spec.model.model_copy(update={"served_names": (gateway_groups.BODY["model"],)})
-    given = given.model_copy(update={"spec": given.spec.model_copy(update={"model": model})})
+    given = renamed(gateway_groups.BODY["model"])
     heads = [GroupRoute(agent=place, api=place)]
     gateways, processes, url = await started(given, DeploymentState(tmp_path, "n"), heads, supervised)
     try:

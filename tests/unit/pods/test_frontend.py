@@ -159,22 +159,47 @@ async def test_a_gateway_without_its_label_is_no_error() -> None:
     assert "nano-0-gateway" in world.gateways()
 
 
-async def test_the_names_of_the_model_are_those_of_the_version_that_groups_have() -> None:
+async def test_the_names_of_the_model_are_those_of_the_version_that_each_group_has() -> None:
     def named(name: str) -> DSV4Deployment:
-        found = world.wanted(1)
+        found = world.wanted(2)
         model = found.spec.model.model_copy(update={"served_names": (name,)})
         return found.model_copy(update={"spec": found.spec.model_copy(update={"model": model})})
 
-    async def accepted(wanted: DSV4Deployment, *, of: DSV4Deployment) -> list[str]:
-        group = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1, revision=revision(of))
-        status = DeploymentStatus(groups=(group,), rollout=RolloutStatus(served=formed_from(old)))
-        await world.frontend.ensure(wanted, status)
-        config = world.server.objects["ConfigMap", "team", "nano-0-gateway"]
-        return list(json.loads(config["data"]["settings.json"])["servedNames"])
+    async def names(wanted: DSV4Deployment, *of: DSV4Deployment | None) -> tuple[list[str], list[list[str]]]:
+        """Return the names in the settings, and in the routes of the groups, which were formed from `of`."""
+        found = tuple(
+            GroupStatus(index=index, phase=GroupPhase.SERVING, incarnation=1, revision=revision(one) if one else "")
+            for index, one in enumerate(of)
+        )
+        await world.frontend.ensure(
+            wanted, DeploymentStatus(groups=found, rollout=RolloutStatus(served=formed_from(old)))
+        )
+        config = world.server.objects["ConfigMap", "team", "nano-1-gateway"]
+        settings, route = (json.loads(config["data"][name]) for name in ("settings.json", "route.json"))
+        routes = {one["group"]: one["servedNames"] for one in (route, *route["others"])}
+        return settings["servedNames"], [routes[index] for index in sorted(routes)]
 
     world = World()
-    old, new = named("old"), named("new")
-    assert await accepted(old, of=old) == ["old"]
-    # The change has not begun, or it was refused or given up.
-    assert await accepted(new, of=old) == ["old"]
-    assert await accepted(new, of=new) == ["new"]
+    old, new, other = named("old"), named("new"), named("other")
+    assert await names(old, None, None) == (["old"], [[], []]), "no group was formed"
+    assert await names(old, old, old) == (["old"], [["old"], ["old"]])
+    template = world.gateways()["nano-0-gateway"]["template"]
+    # The change has not begun, or it was refused or given up, also of a group that was never formed.
+    assert await names(new, old, old) == (["old"], [["old"], ["old"]])
+    assert await names(new, old, None) == (["old"], [["old"], []])
+    assert world.gateways()["nano-0-gateway"]["template"] == template
+    assert await names(new, old, new) == (["old", "new"], [["old"], ["new"]])
+    # Faster than the update of a route.
+    assert world.gateways()["nano-0-gateway"]["template"] != template
+    assert await names(new, new, new) == (["new"], [["new"], ["new"]])
+    # A group of a specification that is not known any more.
+    assert await names(new, other, new) == (["new"], [[], ["new"]])
+    # A removed group has no route.
+    last = new.model_copy(update={"spec": new.spec.model_copy(update={"replicas": 1})})
+    stopped = GroupStatus(index=1, phase=GroupPhase.STOPPED, incarnation=1, revision=revision(old))
+    kept = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1, revision=revision(new))
+    await world.frontend.ensure(
+        last, DeploymentStatus(groups=(kept, stopped), rollout=RolloutStatus(served=formed_from(old)))
+    )
+    config = world.server.objects["ConfigMap", "team", "nano-0-gateway"]
+    assert json.loads(config["data"]["settings.json"])["servedNames"] == ["new"]

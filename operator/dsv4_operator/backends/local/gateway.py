@@ -21,7 +21,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Grou
 from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import START_SECONDS, Child, Liveness, Processes
-from dsv4_operator.lifecycle import given_up
+from dsv4_operator.lifecycle import given_up, group_names
 from dsv4_operator.lifecycle.status import page_failures
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.rendering import gateway_settings
@@ -279,7 +279,10 @@ class LocalGateways:
     def __init__(
         self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute], processes: Processes
     ) -> None:
-        self._heads, self._token_key_file = tuple(heads), str(state.token_key)
+        # Groups on several machines may serve from an earlier specification.
+        names = group_names(deployment, deployment.status)
+        known = (head.model_copy(update={"served_names": names.get(head.group, ())}) for head in heads)
+        self._heads, self._token_key_file = tuple(known), str(state.token_key)
         self._dashboard = f"http://{LOOPBACK}:{deployment.spec.network.ports.dashboard}"
         self._processes = processes
         self.serving = asyncio.Event()
@@ -330,7 +333,7 @@ class LocalGateways:
             await gateway.start(listener, peers, heir.inherit_address)
 
     def update_routes(self, deployment: DSV4Deployment, status: DeploymentStatus) -> None:
-        """Update the routes with the reasons why groups will not recover, and with their latest deaths.
+        """Update the routes with the reasons why groups will not recover, their latest deaths, and their names.
 
         Raises:
             OSError: a route cannot be written.
@@ -338,11 +341,13 @@ class LocalGateways:
         if any(group.phase is GroupPhase.SERVING for group in status.groups):
             self.serving.set()
         deaths = {group.index: page_failures(group) for group in status.groups}
+        names = group_names(deployment, status)
         heads = [
             head.model_copy(
                 update={
                     "given_up": given_up(deployment, status, head.group),
                     "failures": deaths.get(head.group, ()),
+                    "served_names": names.get(head.group, ()),
                 }
             )
             for head in self._heads
@@ -436,6 +441,10 @@ class _GatewayProcess:
         self._command += [f"--inherit-fd={self._processes.number(self.inherit_name)}", f"--heir={heir[1:].decode()}"]
         self._command += [f"--peer=http://{LOOPBACK}:{port}" for port in peers]
         running = [child for child in self._mine() if child.code is None]
+        if running:
+            # The route that an earlier loop has written may be another one.
+            with contextlib.suppress(OSError, ValueError):
+                self._route = GatewayRoute.model_validate_json(self._files[1].read_bytes())
         self._process = running[-1] if running else await self._try_spawn()
         self._supervisor = asyncio.create_task(self._supervise())
 
@@ -466,9 +475,10 @@ class _GatewayProcess:
         return [mine[serial] for serial in sorted(mine)]
 
     def follow(self, route: GatewayRoute) -> None:
-        """Replace the route."""
-        if self._supervisor is not None and route != self._route:
-            replace_file(self._files[1], route.to_json(indent=2) + "\n")
+        """Replace the route; before `start`, the one that the process starts with."""
+        if route != self._route:
+            if self._supervisor is not None:
+                replace_file(self._files[1], route.to_json(indent=2) + "\n")
             self._route = route
 
     async def stop(self) -> None:

@@ -22,7 +22,7 @@ from dsv4_operator.builders import frontend, member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SECRETS, SERVICES, Client, Conflict, KubeError, KubeReader
 from dsv4_operator.kube.cache import Versions
-from dsv4_operator.lifecycle import answering_version, given_up
+from dsv4_operator.lifecycle import given_up, group_names
 from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_runtime.contract.token import new_key, new_token
 
@@ -175,11 +175,11 @@ class Frontend:
         """See `PodsBackend.ensure_frontend`."""
         lost = [given_up(deployment, status, group) for group in range(routed_groups(deployment, status))]
         placed = was_placed(status)
-        inputs = lost, placed, status.rollout.served, [group.revision for group in status.groups]
+        served = {index: found for index, found in group_names(deployment, status).items() if index < len(lost)}
+        inputs = lost, placed, served
         if self._built is None or self._built[0] is not deployment or self._built[1] != inputs:
-            # Names of the model can differ between versions.
-            version, image = answering_version(deployment, status), self._cluster.image(deployment)
-            made = _objects(version, lost, image, placed=placed, variables=self._cluster.variables)
+            image = self._cluster.image(deployment)
+            made = _objects(deployment, lost, served, image, placed=placed, variables=self._cluster.variables)
             self._built = deployment, inputs, made
         wanted = self._built[2]
         due = time.monotonic() - self._time > _AGAIN_SECONDS
@@ -248,7 +248,13 @@ def last_removed(status: DeploymentStatus, groups: int) -> int:
 
 
 def _objects(
-    deployment: DSV4Deployment, lost: Sequence[str | None], image: str, *, placed: bool, variables: Mapping[str, str]
+    deployment: DSV4Deployment,
+    lost: Sequence[str | None],
+    served: frontend.Names,
+    image: str,
+    *,
+    placed: bool,
+    variables: Mapping[str, str],
 ) -> list[Manifest]:
     found: list[Manifest] = [
         frontend.public_service(deployment),
@@ -256,9 +262,10 @@ def _objects(
         frontend.disruption_budget(deployment),
     ]
     for group in range(len(lost)):
-        found.append(frontend.gateway_config(deployment, group, lost))
+        found.append(frontend.gateway_config(deployment, group, lost, served))
         if placed:
-            found.append(frontend.gateway_deployment(deployment, group, image=image, variables=variables))
+            made = frontend.gateway_deployment(deployment, group, image=image, variables=variables, names=served)
+            found.append(made)
     return found
 
 

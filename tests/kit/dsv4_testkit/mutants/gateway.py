@@ -114,8 +114,29 @@ GATEWAY = (
     Mutant(
         "a group that comes back during a trial is not noticed",
         "runtime/dsv4_runtime/gateway/routing.py",
-        "            self.returned()\n",
+        "            self.changed()\n",
         "            pass\n",
+        ("tests/unit/gateway/test_groups.py",),
+    ),
+    Mutant(
+        "a name goes to a group that does not serve it",
+        "runtime/dsv4_runtime/gateway/routing.py",
+        "return all(name in self.names for name in names)",
+        "return True",
+        ("tests/unit/gateway/test_groups.py",),
+    ),
+    Mutant(
+        "a request waits for the group with its name after that was given up",
+        "runtime/dsv4_runtime/gateway/routing.py",
+        "if (reason := _given_up(self._having(names))) is not None:",
+        "if (reason := self.given_up) is not None:",
+        ("tests/unit/gateway/test_groups.py",),
+    ),
+    Mutant(
+        "the trial of a request delays groups that it does not fit",
+        "runtime/dsv4_runtime/gateway/proxy.py",
+        "lambda group: group.has(exchange.names))",
+        "lambda group: True)",
         ("tests/unit/gateway/test_groups.py",),
     ),
     Mutant(
@@ -184,7 +205,7 @@ GATEWAY = (
     Mutant(
         "suspected requests are tried together",
         "runtime/dsv4_runtime/gateway/suspects.py",
-        "return self._trial is None and self._likeliest() is exchange",
+        "return self._trial is None and self._likeliest(group) is exchange",
         "return True",
         ("tests/unit/gateway/test_suspects.py",),
     ),
@@ -548,8 +569,8 @@ GATEWAY = (
     Mutant(
         "an unknown model is sent to vLLM",
         "runtime/dsv4_runtime/gateway/proxy.py",
-        "if name not in known:",
-        "if False:",
+        "exchange.names = tuple(dict.fromkeys(found.names))",
+        "pass",
         ("tests/unit/gateway/test_paths.py",),
     ),
     Mutant(
