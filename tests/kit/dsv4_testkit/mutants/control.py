@@ -106,7 +106,7 @@ CONTROL = (
     Mutant(
         "connections to a lost API server stay open",
         f"{_OPERATOR}/kube/client.py",
-        ", socket_factory=_socket)",
+        ", socket_factory=opened)",
         ")",
         ("tests/unit/kube/test_lost_server.py",),
     ),

@@ -41,8 +41,8 @@ _KINDS = (
     (
         "an answer does not clear an expired refusal",
         "kinds",
-        "if self._last_answer(kind) > refused.since or now",
-        "if now",
+        "return self._last_answer(kind) > refused.since or self._clock()",
+        "return self._clock()",
     ),
     ("deaths of kinds have no age", "kinds", "or last.time - deaths[-2].time > KEPT_SECONDS:", ":"),
     (
@@ -541,15 +541,15 @@ GATEWAY = (
     Mutant(
         "a trial that was answered without its client stays in the engine",
         "runtime/dsv4_runtime/gateway/suspects.py",
-        "if answer.complete and answer.status < 500 and not _has_error(await answer.part()):",
+        "if answer.complete and not failed and not _has_error(await answer.part()):",
         "if False:",
         ("tests/unit/gateway/test_suspects.py",),
     ),
     Mutant(
         "the error of a dead engine answers a trial without a client",
         "runtime/dsv4_runtime/gateway/suspects.py",
-        "answer.status < 500 and not _has_error(await answer.part()):",
-        "answer.status < 500:",
+        "if answer.complete and not failed and not _has_error(await answer.part()):",
+        "if answer.complete and answer.status < 500:",
         ("tests/unit/gateway/test_suspects.py",),
     ),
     Mutant(
