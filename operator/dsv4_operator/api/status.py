@@ -293,6 +293,8 @@ class GroupStatus(StatusPart):
     """Every incarnation below this number is known to have ended."""
     revision: str = ""
     """Fingerprint of the specification of this incarnation."""
+    served_names: tuple[str, ...] = ()
+    """Names of the model and of its adapters in this incarnation."""
     revision_time: Time | None = None
     """Time at which the group was first formed from it, plus the time in queues and pauses since then."""
     paused_time: Time | None = None

@@ -61,7 +61,9 @@ def limits(deployment: DSV4Deployment, names: Names = _NONE) -> GatewaySettings:
         service_url=f"http://{about.name}.{about.namespace}.svc:{GATEWAY_PORT}",
     )
     found = tuple(dict.fromkeys(name for _, served in sorted(names.items()) for name in served))
-    return settings.model_copy(update={"served_names": found or settings.served_names})
+    if not found or set(found) == set(settings.served_names):
+        return settings
+    return settings.model_copy(update={"served_names": found})
 
 
 def gateway_route(

@@ -12,7 +12,7 @@ from dsv4_operator.lifecycle.decide import (
     Planner,
     record_evidence,
 )
-from dsv4_operator.lifecycle.rollout import decide_groups, group_names, versions, with_accepted
+from dsv4_operator.lifecycle.rollout import decide_groups, versions, with_accepted
 from dsv4_operator.lifecycle.status import (
     Event,
     EventType,

@@ -52,6 +52,7 @@ from dsv4_operator.lifecycle.watch import (
     without_queue_time,
 )
 from dsv4_operator.planning import PlanRefused, revision
+from dsv4_operator.planning.rendering import model_names
 from dsv4_runtime.contract import Cause, Failure, GroupPlan, Health, Phase, permit
 from dsv4_runtime.contract.recovery import within
 
@@ -272,6 +273,9 @@ class _Step:
         group = with_restarts(group.model_copy(update=update), self.observed, window, self.now)
         if group.phase in ALIVE:
             group = watch(group, self.observed, generation=self.generation, now=self.now)
+        if not group.served_names and group.revision == revision(self.deployment):
+            # Formed by an earlier dsv4.
+            group = group.model_copy(update={"served_names": model_names(self.deployment)})
         if group.phase is GroupPhase.SERVING and group.served_revision != group.revision:
             group = group.model_copy(update={"served_revision": group.revision})
         return group
@@ -462,6 +466,7 @@ class _Step:
                 "phase": GroupPhase.FORMING,
                 "incarnation": incarnation,
                 "revision": wanted,
+                "served_names": model_names(self.deployment),
                 "revision_time": group.revision_time if repeated else self.now,
                 "members": (),
                 "engine_generation": 0,

@@ -28,7 +28,6 @@ from dsv4_operator.lifecycle.decide import POLL_SECONDS, Decision, Planner, deci
 from dsv4_operator.lifecycle.observed import Observed
 from dsv4_operator.lifecycle.status import death_sentence
 from dsv4_operator.lifecycle.watch import ALIVE
-from dsv4_operator.planning.rendering import model_names
 from dsv4_operator.planning.revision import (
     accepted_text,
     as_formed_from,
@@ -71,20 +70,6 @@ def versions(deployment: DSV4Deployment, known: DeploymentStatus) -> tuple[DSV4D
     if rejected is not None and all(group.revision != rejected.revision for group in known.groups):
         return (served,)
     return deployment, served
-
-
-def group_names(deployment: DSV4Deployment, known: DeploymentStatus) -> dict[int, tuple[str, ...]]:
-    """Return by index the names of the model that each group serves, from the version that it was formed from.
-
-    Groups that were never formed are missing, and those whose version is not known any more.
-    """
-    names = {revision(deployment): model_names(deployment)}
-    others = {group.revision for group in known.groups} - names.keys() - {""}
-    accepted = read_accepted(known.rollout.accepted) if others else None
-    for text in (known.rollout.served, accepted.formed if accepted is not None else ""):
-        if revision_of(text) in others and (version := as_formed_from(deployment, text)) is not None:
-            names[revision(version)] = model_names(version)
-    return {group.index: names[group.revision] for group in known.groups if group.revision in names}
 
 
 def decide_groups(

@@ -37,8 +37,8 @@ class KnownAnswer:
     """Nats by which each token was likelier than the next."""
 
 
-def request(model: str) -> dict[str, object]:
-    """Return the body of `POST /v1/completions`: one greedy token and its log probability."""
+def request(model: str | None) -> dict[str, object]:
+    """Return the body of `POST /v1/completions`: one greedy token and its log probability; None: any model's."""
     return {
         "model": model,
         "prompt": "Hello",

@@ -466,7 +466,7 @@ class RoutedGroup:
 
     def has(self, names: Iterable[str]) -> bool:
         """Return whether the model has all of `names`."""
-        return all(name in self.names for name in names)
+        return set(self.names).issuperset(names)
 
     @property
     def age(self) -> float | None:

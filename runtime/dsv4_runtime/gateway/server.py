@@ -80,6 +80,10 @@ _CANARY_SHARED_SECONDS = 2.0
 _MAX_ANSWER_BYTES = 2**20
 
 
+# Without a name: vLLM has its own.
+_CANARY_BODY = json.dumps({"prompt": "Hello", "max_tokens": 1, "temperature": 0.0}).encode()
+
+
 class Canary:
     """Canary: completes one token in the group that would serve the next request."""
 
@@ -128,8 +132,7 @@ class Canary:
     async def _complete(self, group: RoutedGroup) -> str | None:
         """Return the problem of the response, else None."""
         headers = [(b"Content-Type", b"application/json"), *encode_headers(group.auth)]
-        asked = json.dumps({"model": group.names[0], "prompt": "Hello", "max_tokens": 1, "temperature": 0.0}).encode()
-        async with self._upstream.request(group.api, "POST", "/v1/completions", headers, (asked,)) as answer:
+        async with self._upstream.request(group.api, "POST", "/v1/completions", headers, (_CANARY_BODY,)) as answer:
             body = b""
             while (part := await answer.part()) and len(body) < _MAX_ANSWER_BYTES:
                 body += part

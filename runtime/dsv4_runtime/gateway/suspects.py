@@ -524,7 +524,7 @@ class Trials:
     async def probe(self, group: RoutedGroup, generation: EngineGeneration) -> bool:
         """Complete one token; return whether that succeeded in a confirmed generation."""
         sent = time.monotonic()
-        body = json.dumps(completion.request(group.names[0])).encode()
+        body = json.dumps(completion.request(None)).encode()
         if await self._post(group, "/v1/completions", Kind.PROBE, body) and group.engine.present is generation:
             generation.exposures.settle(sent)
             return True

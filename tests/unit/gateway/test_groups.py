@@ -322,16 +322,16 @@ async def test_a_suspect_does_not_block_a_group_without_its_name(kit):
         asked.cancel()
 
 
-async def test_the_gateways_own_requests_have_a_name_of_their_group(kit):
+async def test_the_gateways_own_requests_have_no_name(kit):
     async with renamed(kit) as (lab, other):
         groups = lab.gateway._groups
-        for index, engine, name in ((0, lab.engine, "old"), (1, other, "new")):
+        for index, engine in enumerate((lab.engine, other)):
             generation = groups.all[index].engine.present
             assert await lab.gateway._proxy._trials.probe(groups.all[index], generation)
-            assert engine.requests[-1][1]["model"] == name
+            assert engine.requests[-1][1]["model"] is None
         await away(lab, 0, lab.engine)
         assert (await lab.gateway._canaries.check()).ok
-        assert other.requests[-1][1]["model"] == "new"
+        assert "model" not in other.requests[-1][1]
         assert (await lab.gateway._page.make()).deployments[0].models == ("old", "new")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from dsv4_operator.api import ConditionStatus, ConditionType, GroupPhase, GroupStatus, Reason
-from dsv4_operator.lifecycle import EventType, group_names, with_accepted
+from dsv4_operator.lifecycle import EventType
 from dsv4_operator.lifecycle.decide import WAITS_FOR_OTHERS
 from dsv4_operator.lifecycle.rollout import _failed
 from dsv4_runtime.contract import Phase
@@ -76,7 +76,7 @@ def test_gateways_have_the_names_that_each_group_serves(ends: str) -> None:
     world.asked = world.asked.but(seed=1)
 
     def names() -> list[str]:
-        return [name for _, (name,) in sorted(group_names(world.deployment, world.kept).items())]
+        return [name for group in world.kept.groups for name in group.served_names]
 
     seen = [names()]
     assert seen == [["of-0", "of-0"]], "no group has begun"
@@ -107,21 +107,25 @@ def test_gateways_have_the_names_that_each_group_serves(ends: str) -> None:
     assert set(names()) == {"of-1" if ends == "served" else "of-0"}
 
 
-def test_a_third_specification_leaves_the_names_of_its_groups() -> None:
+def test_names_outlive_the_specifications_that_they_are_of() -> None:
+    """Of a second specification, after another group was formed from a third."""
     world = serving_world(replicas=3)
     world.asked = world.asked.but(seed=1)
     world.until(lambda: world.serving() == {0: 0, 1: 1, 2: 1})
-    # As the reconciler does.
-    rollout = with_accepted(world.kept.rollout, world.deployment, world.kept.groups)
-    world.kept = world.kept.model_copy(update={"rollout": rollout})
     world.asked = world.asked.but(seed=2)
-    assert group_names(world.deployment, world.kept) == {0: ("of-0",), 1: ("of-1",), 2: ("of-1",)}
     world.until(lambda: world.group(2).phase is GroupPhase.STARTING)
-    rollout = with_accepted(world.kept.rollout, world.deployment, world.kept.groups)
-    world.kept = world.kept.model_copy(update={"rollout": rollout})
-    # The second specification is not known any more.
-    assert group_names(world.deployment, world.kept) == {0: ("of-0",), 2: ("of-2",)}
+    assert [group.served_names for group in world.kept.groups] == [("of-0",), ("of-1",), ("of-2",)]
     world.until(lambda: world.all_serve(2))
+
+
+def test_a_group_of_an_earlier_release_gets_its_names() -> None:
+    world = serving_world()
+    nameless = [group.model_copy(update={"served_names": ()}) for group in world.kept.groups]
+    world.kept = world.kept.model_copy(update={"groups": tuple(nameless)})
+    world.step()
+    world.asked = world.asked.but(seed=1)
+    world.go_on()
+    assert [group.served_names for group in world.kept.groups] == [("of-0",), ("of-0",)]
 
 
 @pytest.mark.parametrize("how", ["config", "dies", "never"])

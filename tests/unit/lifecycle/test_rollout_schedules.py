@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dsv4_operator.api import GroupPhase
-from dsv4_operator.lifecycle import group_names
 from dsv4_operator.planning import revision
 from dsv4_runtime.contract import Cause
 from dsv4_testkit.rollout_world import DEADLINE, NODES, Asked, World
@@ -105,8 +104,8 @@ class Rollouts(RuleBasedStateMachine):
         wanted = {group.revision for group in world.kept.groups if group.phase is GroupPhase.SERVING}
         assert len(wanted) <= 1 or GroupPhase.FAILED in phases, "left between two specifications"
         if phases == {GroupPhase.SERVING}:
-            names, seeds = group_names(world.deployment, world.kept), world.serving()
-            assert names == {index: (f"of-{seed}",) for index, seed in seeds.items()}, "the gateways have others"
+            names = {group.index: group.served_names for group in world.kept.groups}
+            assert names == {index: (f"of-{seed}",) for index, seed in world.serving().items()}
         if world.asked.seed not in world.bad and rejected is None:
             assert wanted <= {current} or GroupPhase.FAILED in phases
             assert phases <= {GroupPhase.SERVING, GroupPhase.FAILED}

@@ -29,7 +29,6 @@ from dsv4_operator.api import (
     FailureStatus,
     GroupPhase,
     GroupStatus,
-    RolloutStatus,
 )
 from dsv4_operator.api.spec import GatewaySpec
 from dsv4_operator.backends.local import gateway as local_gateway
@@ -52,7 +51,7 @@ from dsv4_operator.backends.local.gateway import (
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import FROZEN_SECONDS, Child, Processes
 from dsv4_operator.controller.standalone import Passes
-from dsv4_operator.planning.revision import formed_from, revision
+from dsv4_operator.planning.revision import revision
 from dsv4_operator.planning.setup import with_settings
 from dsv4_runtime.contract import Cause
 from dsv4_runtime.contract.gateway import GatewayRoute, GatewaySettings, GroupRoute
@@ -435,8 +434,8 @@ async def test_the_routes_have_the_names_that_each_group_serves(tmp_path: Path, 
     old, new, state = renamed("old"), renamed("new"), DeploymentState(tmp_path, "n")
 
     def status(*of: DSV4Deployment) -> DeploymentStatus:
-        groups = (GroupStatus(index=index, revision=revision(one)) for index, one in enumerate(of))
-        return DeploymentStatus(groups=tuple(groups), rollout=RolloutStatus(served=formed_from(old)))
+        groups = (GroupStatus(index=index, served_names=one.served_names) for index, one in enumerate(of))
+        return DeploymentStatus(groups=tuple(groups))
 
     def names() -> list[list[tuple[str, ...]]]:
         routes = [GatewayRoute.model_validate_json((state.directory / name).read_bytes()) for name in ROUTES]
@@ -467,9 +466,8 @@ async def test_the_routes_have_the_names_that_each_group_serves(tmp_path: Path, 
 
 
 async def test_gateways_that_start_later_have_the_names_of_that_time(tmp_path: Path, supervised: Supervised) -> None:
-    old, new, state = renamed("old"), renamed("new"), DeploymentState(tmp_path, "n")
-    group = GroupStatus(index=0, revision=revision(old))
-    before = DeploymentStatus(groups=(group,), rollout=RolloutStatus(served=formed_from(old)))
+    new, state = renamed("new"), DeploymentState(tmp_path, "n")
+    before = DeploymentStatus(groups=(GroupStatus(index=0, served_names=("old",)),))
     gateways, processes, url = await started(new, state, [AWAY], supervised, before=before)
     try:
         assert json.loads((await _get(f"{url}/v1/models"))[1])["data"][0]["id"] == "old"

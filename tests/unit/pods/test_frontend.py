@@ -14,7 +14,7 @@ from dsv4_operator.backends.pods.frontend import Frontend, routed_groups, was_pl
 from dsv4_operator.builders import names
 from dsv4_operator.builders.member import head_service
 from dsv4_operator.kube import Forbidden
-from dsv4_operator.planning.revision import formed_from, revision
+from dsv4_operator.planning.revision import formed_from
 from dsv4_testkit.pod_objects import ALLOWED, deployment
 from dsv4_testkit.pods_world import FailingKube
 
@@ -168,19 +168,19 @@ async def test_the_names_of_the_model_are_those_of_the_version_that_each_group_h
     async def names(wanted: DSV4Deployment, *of: DSV4Deployment | None) -> tuple[list[str], list[list[str]]]:
         """Return the names in the settings, and in the routes of the groups, which were formed from `of`."""
         found = tuple(
-            GroupStatus(index=index, phase=GroupPhase.SERVING, incarnation=1, revision=revision(one) if one else "")
+            GroupStatus(
+                index=index, phase=GroupPhase.SERVING, incarnation=1, served_names=one.served_names if one else ()
+            )
             for index, one in enumerate(of)
         )
-        await world.frontend.ensure(
-            wanted, DeploymentStatus(groups=found, rollout=RolloutStatus(served=formed_from(old)))
-        )
+        await world.frontend.ensure(wanted, DeploymentStatus(groups=found))
         config = world.server.objects["ConfigMap", "team", "nano-1-gateway"]
         settings, route = (json.loads(config["data"][name]) for name in ("settings.json", "route.json"))
         routes = {one["group"]: one["servedNames"] for one in (route, *route["others"])}
         return settings["servedNames"], [routes[index] for index in sorted(routes)]
 
     world = World()
-    old, new, other = named("old"), named("new"), named("other")
+    old, new = named("old"), named("new")
     assert await names(old, None, None) == (["old"], [[], []]), "no group was formed"
     assert await names(old, old, old) == (["old"], [["old"], ["old"]])
     template = world.gateways()["nano-0-gateway"]["template"]
@@ -192,12 +192,10 @@ async def test_the_names_of_the_model_are_those_of_the_version_that_each_group_h
     # Faster than the update of a route.
     assert world.gateways()["nano-0-gateway"]["template"] != template
     assert await names(new, new, new) == (["new"], [["new"], ["new"]])
-    # A group of a specification that is not known any more.
-    assert await names(new, other, new) == (["new"], [[], ["new"]])
     # A removed group has no route.
     last = new.model_copy(update={"spec": new.spec.model_copy(update={"replicas": 1})})
-    stopped = GroupStatus(index=1, phase=GroupPhase.STOPPED, incarnation=1, revision=revision(old))
-    kept = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1, revision=revision(new))
+    stopped = GroupStatus(index=1, phase=GroupPhase.STOPPED, incarnation=1, served_names=("old",))
+    kept = GroupStatus(index=0, phase=GroupPhase.SERVING, incarnation=1, served_names=("new",))
     await world.frontend.ensure(
         last, DeploymentStatus(groups=(kept, stopped), rollout=RolloutStatus(served=formed_from(old)))
     )

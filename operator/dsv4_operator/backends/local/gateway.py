@@ -21,7 +21,7 @@ from dsv4_operator.api import DeploymentStatus, DSV4Deployment, GroupPhase, Grou
 from dsv4_operator.api.spec import LOOPBACK
 from dsv4_operator.backends.local.state import DeploymentState, StateError
 from dsv4_operator.backends.local.supervisor import START_SECONDS, Child, Liveness, Processes
-from dsv4_operator.lifecycle import given_up, group_names
+from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.status import page_failures
 from dsv4_operator.planning.facts import Facts
 from dsv4_operator.planning.rendering import gateway_settings
@@ -280,7 +280,7 @@ class LocalGateways:
         self, deployment: DSV4Deployment, state: DeploymentState, heads: Sequence[GroupRoute], processes: Processes
     ) -> None:
         # Groups on several machines may serve from an earlier specification.
-        names = group_names(deployment, deployment.status)
+        names = {group.index: group.served_names for group in deployment.status.groups}
         known = (head.model_copy(update={"served_names": names.get(head.group, ())}) for head in heads)
         self._heads, self._token_key_file = tuple(known), str(state.token_key)
         self._dashboard = f"http://{LOOPBACK}:{deployment.spec.network.ports.dashboard}"
@@ -341,7 +341,7 @@ class LocalGateways:
         if any(group.phase is GroupPhase.SERVING for group in status.groups):
             self.serving.set()
         deaths = {group.index: page_failures(group) for group in status.groups}
-        names = group_names(deployment, status)
+        names = {group.index: group.served_names for group in status.groups}
         heads = [
             head.model_copy(
                 update={

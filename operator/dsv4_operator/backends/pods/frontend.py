@@ -22,7 +22,7 @@ from dsv4_operator.builders import frontend, member, names
 from dsv4_operator.builders.names import Manifest
 from dsv4_operator.kube import CONFIG_MAPS, DEPLOYMENTS, SECRETS, SERVICES, Client, Conflict, KubeError, KubeReader
 from dsv4_operator.kube.cache import Versions
-from dsv4_operator.lifecycle import given_up, group_names
+from dsv4_operator.lifecycle import given_up
 from dsv4_operator.lifecycle.watch import ALIVE
 from dsv4_runtime.contract.token import new_key, new_token
 
@@ -175,7 +175,7 @@ class Frontend:
         """See `PodsBackend.ensure_frontend`."""
         lost = [given_up(deployment, status, group) for group in range(routed_groups(deployment, status))]
         placed = was_placed(status)
-        served = {index: found for index, found in group_names(deployment, status).items() if index < len(lost)}
+        served = {group.index: group.served_names for group in status.groups if group.index < len(lost)}
         inputs = lost, placed, served
         if self._built is None or self._built[0] is not deployment or self._built[1] != inputs:
             image = self._cluster.image(deployment)

@@ -557,9 +557,9 @@ CONTROL = (
     ),
     Mutant(
         "groups have the names of a change that they were not formed from",
-        f"{_OPERATOR}/lifecycle/rollout.py",
-        "names[revision(version)] = model_names(version)",
-        "names[revision(version)] = model_names(deployment)",
+        f"{_OPERATOR}/lifecycle/decide.py",
+        "if not group.served_names and group.revision == revision(self.deployment):",
+        "if True:",
         ("tests/unit/lifecycle/test_rollout.py",),
     ),
     Mutant(
@@ -572,7 +572,7 @@ CONTROL = (
     Mutant(
         "another set of names replaces no gateway",
         f"{_OPERATOR}/builders/frontend.py",
-        'update={"served_names": found or settings.served_names}',
+        'update={"served_names": found}',
         "update={}",
         ("tests/unit/pods/test_frontend.py",),
     ),
