@@ -140,9 +140,13 @@ class World:
     def start(self) -> None:
         """Build the base system once, then boot new machines with a new client."""
         self.ssh.parent.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / "base" / "etc" / "ssh").exists():
-            command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", RELEASE, str(self.folder / "base")]
+        base, part = self.folder / "base", self.folder / "base.part"
+        if not base.exists():
+            # An interrupted one is not configured.
+            shutil.rmtree(part, ignore_errors=True)
+            command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", RELEASE, str(part)]
             subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
+            part.rename(base)
         key = self.folder / "key"
         if not key.exists():
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=30)
