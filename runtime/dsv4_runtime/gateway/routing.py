@@ -592,8 +592,8 @@ class Groups:
         self.changed: Callable[[], None] = lambda: None
         """Called when requests may have another choice of groups."""
         self._choices: dict[int, tuple[EngineGeneration | None, str | None, tuple[str, ...]]] = {}
-        """What the choice of a group depends on: by its index, the generation that accepts requests, the reason why
-        the group was given up, and its names."""
+        """State on which the choice of a group depends: by its index, the generation that accepts requests, the reason
+        why the group was given up, and its names."""
 
     async def run(self) -> None:
         """Watch all groups until cancelled."""

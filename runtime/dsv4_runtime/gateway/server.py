@@ -80,7 +80,7 @@ _CANARY_SHARED_SECONDS = 2.0
 _MAX_ANSWER_BYTES = 2**20
 
 
-# Without a name: vLLM has its own.
+# Without a name of the model: groups may have different ones, and vLLM needs none.
 _CANARY_BODY = json.dumps({"prompt": "Hello", "max_tokens": 1, "temperature": 0.0}).encode()
 
 
