@@ -383,15 +383,14 @@ def _common(one: str, other: str) -> float:
     )
 
 
-def _seeded(texts: Sequence[str]) -> tuple[float, float, float]:
-    """Return the common share of the two most similar outputs of the same seed, the least one, and that of different
-    seeds, of three outputs with one seed and two with others.
+_ROUNDED = 0.1
+"""Share that seeded outputs of a batch have in common with those of the same seeds alone, beyond that of others."""
 
-    Rounding may part one of the three at a late token; without a seed, all outputs part at once.
-    """
-    same = max(_common(texts[a], texts[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
-    other = statistics.mean(_common(texts[a], texts[b]) for a, b in ((0, 3), (0, 4), (3, 4)))
-    return same, (1 + other) / 2, other
+
+def _shares(texts: Sequence[str]) -> tuple[float, float]:
+    """Return the mean common shares of outputs of the same seed, and of different ones: three of one, two of others."""
+    same = statistics.mean(_common(texts[a], texts[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+    return same, statistics.mean(_common(texts[a], texts[b]) for a, b in ((0, 3), (0, 4), (3, 4)))
 
 
 async def seed(session: Session) -> Figures:
@@ -403,18 +402,26 @@ async def seed(session: Session) -> Figures:
         return str(reply.text)
 
     seeds = (11, 11, 11, 12, 13)
-    texts = await asyncio.gather(*map(output, seeds))
-    same, least, other = _seeded(texts)
-    if same < least:
-        # Each batch rounds differently, and sampled outputs may part at any token then: once more, one at a time.
+    texts = together = await asyncio.gather(*map(output, seeds))
+    same, other = _shares(texts)
+    if same < (1 + other) / 2:
+        # Each batch rounds in its own way, and sampled outputs may part at any token then: once more, one at a time.
         texts = [await output(each) for each in seeds]
-        same, least, other = _seeded(texts)
+        same, other = _shares(texts)
     if other > 0.8:
         if same < other:
             raise Defect("outputs with one seed differ more than those with different seeds", texts)
         raise Skip(Reason.INCONCLUSIVE, "the model gives nearly the same output for every seed")
-    if same < least:
+    # Rounding may change a late token of a sampled output; without a seed, outputs part at once.
+    if same < (1 + other) / 2:
         raise Defect(f"outputs with the same seed have only {same:.0%} in common (different seeds: {other:.0%})", texts)
+    kept = statistics.mean(map(_common, together, texts))
+    if kept < other + _ROUNDED:
+        raise Defect(
+            f"simultaneous outputs have only {kept:.0%} in common with those of the same seeds alone "
+            f"(different seeds: {other:.0%})",
+            [*together, *texts],
+        )
     return {"common_prefix_same_seed": round(same, 3), "common_prefix_other_seed": round(other, 3)}
 
 

@@ -262,8 +262,8 @@ class Engine:
         """`ignored` or `rejected`: as servers that are not vLLM."""
         self.chunk: dict[str, Any] = {}
         """Fields added to each chunk of a stream."""
-        self.rounds_batches = False
-        """Sampled outputs of simultaneous requests part after three tokens: each batch rounds in its own way."""
+        self.parts_after: int | None = None
+        """Tokens after which sampled outputs of simultaneous requests part, as each batch rounds in its own way."""
         self.watts = 0.0
         """Power in the metrics of a gateway of dsv4; 0: it is none, negative: the driver reports no power."""
 
@@ -302,8 +302,10 @@ class Engine:
             context = self.model.stale(ids)
         need = len(ids) + count
         pressed = self._enter(need)
+        together = self.open > 1
         try:
             self.over.wait(self.delay)
+            together |= self.open > 1
             if self.defect == "batch crosstalk" and self.open > 1:
                 context = [*ids, ids[-1]]
             if pressed and self.defect == "failed under pressure":
@@ -317,8 +319,9 @@ class Engine:
                 context = [*ids, ids[-1]]
             sampling = body.get("seed"), float(body.get("temperature", 1.0))
             out = self.model.generate(context, count, *sampling)
-            if self.rounds_batches and self.open > 1:
-                out = out[:3] + self.model.generate([*context, *out[:3]], count - 3, None, sampling[1])
+            if self.parts_after is not None and together:
+                kept = out[: self.parts_after]
+                out = kept + self.model.generate([*context, *kept], count - len(kept), None, sampling[1])
         finally:
             with self.room:
                 self.open -= 1

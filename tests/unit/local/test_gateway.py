@@ -23,13 +23,7 @@ import pytest
 from gateway import running
 from pydantic import ValidationError
 
-from dsv4_operator.api import (
-    DeploymentStatus,
-    DSV4Deployment,
-    FailureStatus,
-    GroupPhase,
-    GroupStatus,
-)
+from dsv4_operator.api import DeploymentStatus, DSV4Deployment, FailureStatus, GroupPhase, GroupStatus
 from dsv4_operator.api.spec import GatewaySpec
 from dsv4_operator.backends.local import gateway as local_gateway
 from dsv4_operator.backends.local import supervisor

@@ -128,15 +128,19 @@ def test_no_false_alarm(number: int, verify: Verify) -> None:
     assert weak == (not ok & {*MATRIX, *CALLS})
 
 
-def test_seeded_outputs_may_part_in_a_batch(verify: Verify) -> None:
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_seeded_outputs_may_part_in_a_batch_but_not_at_once(tokens: int, verify: Verify) -> None:
     """Four layers of Flash with random weights on an H200: outputs of one seed parted at the fourth token."""
     engine = Engine("", weak=True, delay=0.1)
-    engine.rounds_batches = True
+    engine.parts_after = tokens
     with serving(engine) as url:
         code, document = verify(url, "--only", "smoke.seed")
     (result,) = document["results"]
-    assert (code, result["status"]) == (0, "ok"), result
-    assert result["figures"]["common_prefix_same_seed"] == 1.0
+    assert (code, result["status"]) == ((0, "ok") if tokens else (1, "failed")), result
+    if tokens:
+        assert result["figures"]["common_prefix_same_seed"] == 1.0
+    else:
+        assert "simultaneous outputs have only" in result["text"]
 
 
 def test_every_check_finds_a_defect() -> None:
