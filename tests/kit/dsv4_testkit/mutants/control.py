@@ -563,6 +563,13 @@ CONTROL = (
         ("tests/unit/lifecycle/test_rollout.py",),
     ),
     Mutant(
+        "seeds that a batch ignores are not found",
+        f"{_OPERATOR}/verify/checks.py",
+        "if kept < other + _ROUNDED:",
+        "if False:",
+        ("tests/unit/verify/test_defects.py",),
+    ),
+    Mutant(
         "pods of gateways do not know the names of each group",
         f"{_OPERATOR}/backends/pods/frontend.py",
         "made = _objects(deployment, lost, served,",
