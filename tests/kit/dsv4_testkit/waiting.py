@@ -1,13 +1,16 @@
-"""Bounded waits, and free ports."""
+"""Bounded waits, free ports, and suspended processes."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 PATIENCE_SECONDS = 60.0
 """Bound of a wait for something that a defect alone prevents, however busy the machine is."""
@@ -67,6 +70,19 @@ def wait_for_port(port: int, seconds: float = PATIENCE_SECONDS) -> None:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
     wait_until(listens, seconds)
+
+
+def suspend(pid: int) -> None:
+    """Send SIGSTOP to process `pid` and wait until all its threads are stopped: until then they may still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: _thread_states(pid) == {"T"})
+
+
+def _thread_states(pid: int) -> set[str]:
+    try:
+        return {stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")}
+    except (FileNotFoundError, ProcessLookupError):
+        return set()  # a thread has just ended
 
 
 async def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:

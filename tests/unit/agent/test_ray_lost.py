@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from dsv4_runtime.agent.decide.actions import RecordFailure
 from dsv4_runtime.agent.decide.events import Done, ProcessEnded, RayLost, Staged, Started, Task
 from dsv4_runtime.contract import Cause, Phase, ProcessSignals, Signals
 from dsv4_runtime.health.vitals import ExitCauses
+from dsv4_testkit.waiting import suspend
 
 MakeReplay = Callable[..., Any]
 CORE = ProcessEnded("engine-core")
@@ -188,7 +187,7 @@ async def test_a_real_grpc_server_answers_until_it_is_stopped() -> None:
         assert process.stdout is not None
         port = int(process.stdout.readline())
         assert await ray.grpc_answers("127.0.0.1", port, "/x/Y", "x" * 200, 60.0)
-        os.kill(process.pid, signal.SIGSTOP)
+        suspend(process.pid)
         assert not await ray.grpc_answers("127.0.0.1", port, "/x/Y", "x" * 200, 0.5)
     finally:
         process.kill()

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from aiohttp import web
 
@@ -31,7 +30,7 @@ from dsv4_runtime.util import procfs
 from dsv4_runtime.vllm_plugin import forking, patch, preload, warm_pool
 from dsv4_runtime.vllm_plugin.kernels import v033
 from dsv4_runtime.weights.staging import StagingResult
-from dsv4_testkit.waiting import free_port, until, wait_until
+from dsv4_testkit.waiting import free_port, suspend, until, wait_until
 
 # Imports a server that reports its order in place of vLLM's, and inspects no model, which would need vLLM.
 WAITING = (
@@ -332,10 +331,7 @@ async def test_a_standby_process_is_used_only_if_it_answers_or_works(
     if how in ("stopped", "well"):
         await wait_for(tmp_path / "standby.log", "imported")
     if how == "stopped":
-        os.kill(waiting.pid, signal.SIGSTOP)
-        async with asyncio.timeout(60):
-            while psutil.Process(waiting.pid).status() != psutil.STATUS_STOPPED:
-                await asyncio.sleep(0.01)
+        suspend(waiting.pid)
     begun = time.monotonic()
     taken = await member.standby.take((), str(tmp_path / "vllm.log"))
     assert time.monotonic() - begun < 60

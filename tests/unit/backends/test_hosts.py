@@ -29,6 +29,7 @@ from dsv4_operator.backends.local import gpus, network
 from dsv4_operator.backends.local.gpus import GpuInventory
 from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, of, over, planned, until
 from dsv4_testkit.host_services import KEY, Machines
+from dsv4_testkit.waiting import suspend
 
 
 def _namespaces() -> bool:
@@ -214,10 +215,10 @@ def kernel_pages(mebibytes: int) -> Iterator[None]:
 async def test_no_end_is_assumed_of_a_machine_that_does_not_answer(world: HostsWorld) -> None:
     await formed(world, 1)
     service = world.machines.all[1].service()
-    os.kill(service, signal.SIGSTOP)
+    suspend(service)
     supervisor = world.machines.all[1].supervisor
     assert supervisor is not None
-    os.kill(supervisor.pid, signal.SIGSTOP)
+    suspend(supervisor.pid)
     try:
         with pytest.raises(BackendError, match=r"of spark-2 does not answer"):
             await world.backend.fence(world.deployment, 0, 1)

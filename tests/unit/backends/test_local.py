@@ -25,7 +25,7 @@ from dsv4_runtime.contract import WeightsSource
 from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, over, planned, until
 from dsv4_testkit.supervised import Supervised
-from dsv4_testkit.waiting import Pauses
+from dsv4_testkit.waiting import Pauses, suspend
 
 
 class LocalWorld:
@@ -169,7 +169,7 @@ async def test_an_agent_that_does_not_answer_delays_no_reconciliation(world: Loc
     plan = await formed(world, 1)
     heard = (await until(world, "it answers", lambda seen: seen.members[0].heard is not None)).members[0].heard
     agent = world.local._members[0, 1, 0].agent
-    os.kill(agent, signal.SIGSTOP)
+    suspend(agent)
     try:
         with Pauses() as pauses:
             for _ in range(3):

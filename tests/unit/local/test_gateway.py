@@ -53,7 +53,7 @@ from dsv4_testkit import standin
 from dsv4_testkit.descriptors import no_descriptors
 from dsv4_testkit.errors import raises_naming
 from dsv4_testkit.supervised import Supervised, frozen
-from dsv4_testkit.waiting import free_port, until, wait_for_port
+from dsv4_testkit.waiting import free_port, suspend, until, wait_for_port
 
 ROUTES = ("route.json", "route-1.json")
 # Port 9 is closed: the engine is away, as these tests require.
@@ -399,7 +399,7 @@ async def test_every_group_has_a_gateway_on_the_one_socket(
         assert first is not None
         assert second is not None
         for stopped, other in ((first, "1"), (second, "0")):
-            os.kill(stopped, signal.SIGSTOP)
+            suspend(stopped)
             try:
                 assert {await _number(url) for _ in range(5)} == {other}
             finally:
@@ -542,7 +542,7 @@ async def test_a_stopped_gateway_loses_no_request_and_a_frozen_one_is_replaced(
         (stopped, (reader, writer)) = next(iter(waiting.items()))
         with monkeypatch.context() as patched:
             _be_patient(patched)
-            os.kill(stopped, signal.SIGSTOP)
+            suspend(stopped)
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n")
             # The other process responds to new requests.
             assert {await _number(url) for _ in range(3)} == {str(1 - before.index(stopped))}
@@ -654,7 +654,7 @@ async def _connections_of_each(both: list[int], front: int, count: int) -> list[
     """
     found: list[Connection] = []
     for stopped in reversed(both):
-        os.kill(stopped, signal.SIGSTOP)
+        suspend(stopped)
         try:
             opened = [await asyncio.open_connection("127.0.0.1", front) for _ in range(count)]
             for reader, writer in opened:
@@ -757,7 +757,7 @@ async def test_a_request_outlives_one_gateway_only_and_half_of_one_is_refused(fr
 
 async def test_a_closed_connection_ends_although_the_other_gateway_has_it_too(fronts: Fronts) -> None:
     gateways, front, _, both = fronts
-    os.kill(both[1], signal.SIGSTOP)
+    suspend(both[1])
     try:
         # The response does not depend on the heir.
         for _ in range(4):

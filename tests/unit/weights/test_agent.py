@@ -90,9 +90,16 @@ async def test_a_stopped_process_is_replaced_within_seconds_and_goes_on(plan: Gr
 async def test_progress_reaches_the_agent_and_a_restart_is_fast(
     plan: GroupPlan, files: FileServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files.pace = 10e6
+    # Slow enough for several reports, until the first one with a rate.
+    files.pace = 1e6
     news: list[StagingReport] = []
-    await stage(plan, 0, "t", news.append)
+
+    def keep(entry: StagingReport) -> None:
+        news.append(entry)
+        if "MB/s from 127.0.0.1" in (entry.stage or ""):
+            files.pace = 1e9
+
+    await stage(plan, 0, "t", keep)
     assert same_files(files.folder, Path(plan.weights.path))
     percents = [entry.percent for entry in news if entry.percent is not None]
     assert percents == sorted(percents)
