@@ -99,7 +99,7 @@ class Store:
         self._shared = Path(shared) if shared is not None else None
         self.identity = identity
         self._home = folder / _STATE_FOLDER
-        self._noting = threading.Lock()
+        self._noting = threading.RLock()
 
     def manifest(self) -> CheckpointManifest | None:
         """Return the recorded manifest of this checkpoint."""
@@ -155,14 +155,16 @@ class Store:
 
     def held(self, manifest: CheckpointManifest) -> int:
         """Return the present bytes of `manifest`, including unfinished files."""
-        done = self.finished(manifest)
         held = 0
-        for file in manifest.files:
-            if file.name in done:
-                held += file.size
-            else:
-                with contextlib.suppress(OSError):
-                    held += self.part(file).stat().st_size
+        # Not between the new name of a file and its record, when it is neither a part nor finished.
+        with self._noting:
+            done = self.finished(manifest)
+            for file in manifest.files:
+                if file.name in done:
+                    held += file.size
+                else:
+                    with contextlib.suppress(OSError):
+                        held += self.part(file).stat().st_size
         return held
 
     def finish(self, file: ManifestFile, sha256: str) -> None:
@@ -172,9 +174,10 @@ class Store:
             with part.open("rb") as stream:
                 # The marker must not survive a power failure without the data.
                 os.fsync(stream.fileno())
-            part.rename(target)
-            sync_folder(target.parent)
-            self.note(file, sha256)
+            with self._noting:
+                part.rename(target)
+                sync_folder(target.parent)
+                self.note(file, sha256)
 
     def note(self, file: ManifestFile, sha256: str) -> None:
         """Record that `file` is in place and correct."""

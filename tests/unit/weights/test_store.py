@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsv4_runtime.weights import store as stores
 from dsv4_runtime.weights.checkpoint import CheckpointManifest, ManifestFile
 from dsv4_runtime.weights.store import Store
 
@@ -60,6 +62,26 @@ def test_a_file_is_synced_before_the_marker_lists_it(store: Store, monkeypatch: 
         ("fsync", ".dsv4"),
     ]
     assert set(store.finished(MANIFEST)) == {FILE.name}
+
+
+def test_a_file_that_is_put_in_its_place_counts_all_the_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise progress goes back by a file, and a disk with enough space for the rest seems too small."""
+    held: list[int] = []
+    readers: list[threading.Thread] = []
+    sync = stores.sync_folder
+
+    def synced(folder: Path) -> None:
+        reader = threading.Thread(target=lambda: held.append(store.held(MANIFEST)))
+        reader.start()
+        reader.join(0.2)
+        readers.append(reader)
+        sync(folder)
+
+    monkeypatch.setattr(stores, "sync_folder", synced)
+    finish(store)
+    for reader in readers:
+        reader.join(60)
+    assert held == [len(DATA)] * len(readers) != []
 
 
 @pytest.mark.parametrize("change", ["mtime", "size", "content"])
