@@ -185,8 +185,9 @@ class FileServer:
             response.headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         await response.prepare(request)
         if self.pace and request.transport is not None:
-            # Bytes in the send buffer do not count as received; keep the buffer small.
-            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+            # Bytes in the buffers count as sent, but not as received; keep the buffers small.
+            request.transport.set_write_buffer_limits(0)
+            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
         if request.method == "HEAD":
             return response
         self.open += 1
