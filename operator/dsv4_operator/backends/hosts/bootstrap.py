@@ -507,7 +507,7 @@ def _receive_missing(directory: str, address: str, port: str, token: bytes) -> d
             wanted = _read_document(stream)
             missing = [name for name in wanted if present.get(name) != wanted[name]]
             total = sum(wanted[name][0] for name in missing)
-            done, deadline = 0, 0.0
+            done, deadline = 0, time.monotonic() + _PROGRESS_SECONDS
             with tarfile.open(fileobj=stream, mode="r|") as archive:
                 for entry in archive:
                     _extract(archive, entry, directory)
