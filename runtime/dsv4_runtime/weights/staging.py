@@ -178,7 +178,7 @@ class _Staging:
                 continue
             source, sha256 = self._source(file, offers)
             if source is not None:
-                check_free_space(self._store, manifest.size - self._store.held(manifest))
+                check_free_space(self._store, manifest.size - self._store.held(manifest, unverified=True))
                 self._running[pool.submit(self._fetch, file, sha256, source)] = (file, source)
         sources = sorted({source.name for _, source in self._running.values()})
         sources_text = f" from {', '.join(sources)}" if sources else ", waiting for other members"

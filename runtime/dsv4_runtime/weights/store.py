@@ -153,8 +153,12 @@ class Store:
         path = self.folder / file.name
         return path.with_name(f"{path.name}.{file.key}{PART}")
 
-    def held(self, manifest: CheckpointManifest) -> int:
-        """Return the present bytes of `manifest`, including unfinished files."""
+    def held(self, manifest: CheckpointManifest, *, unverified: bool = False) -> int:
+        """Return the present bytes of `manifest`, including unfinished files.
+
+        With `unverified`, whole files that can be verified but have not been count too: those of a process that was
+        killed before their record, or of a copy made without dsv4.
+        """
         held = 0
         # Not between the new name of a file and its record, when it is neither a part nor finished.
         with self._noting:
@@ -162,9 +166,10 @@ class Store:
             for file in manifest.files:
                 if file.name in done:
                     held += file.size
-                else:
-                    with contextlib.suppress(OSError):
-                        held += self.part(file).stat().st_size
+                elif (part := _size(self.part(file))) is not None:
+                    held += part
+                elif unverified and (file.sha256 or file.git_blob) and _size(self.folder / file.name) == file.size:
+                    held += file.size
         return held
 
     def finish(self, file: ManifestFile, sha256: str) -> None:
@@ -217,6 +222,15 @@ class Store:
 
     def _write(self, name: str, text: str) -> None:
         replace_file(self._home / name, text, mode=0o644)
+
+
+def _size(path: Path) -> int | None:
+    """Return the bytes of a regular file, else None."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def check_free_space(store: Store, missing: int) -> None:

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -21,6 +23,7 @@ from dsv4_runtime.weights import staging
 from dsv4_runtime.weights import store as store_module
 from dsv4_runtime.weights.checkpoint import WeightsError
 from dsv4_runtime.weights.members import StagingJob, StagingReport
+from dsv4_runtime.weights.origins import open_origin
 from dsv4_runtime.weights.store import Store
 from dsv4_testkit.weights_servers import FileServer, Server, cached_share, same_files
 
@@ -180,6 +183,32 @@ def test_a_disk_without_room_is_named_before_anything_comes(
         stage(plan)
     assert caught.value.cause is Cause.DISK_FULL
     assert {name for name, given in files.requests if given} == set()
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_files_of_a_copy_without_marker_need_no_room(
+    plan: WeightsPlan, files: FileServer, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    folder, began = Path(plan.path), 1 << 20
+    manifest = open_origin(plan).manifest()
+    for file in manifest.files:
+        (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(files.folder / file.name, folder / file.name)
+    # Beside the whole files: one that is missing, and one of another size that began to arrive.
+    first, second = (file for file in manifest.files if file.name.startswith(("model-00002", "model-00003")))
+    (folder / first.name).unlink()
+    Store(folder, plan.identity).part(second).write_bytes((folder / second.name).read_bytes()[:began])
+    (folder / second.name).write_bytes(b"x")
+    missing = first.size + second.size - began
+    free = store_module.SPARE_BYTES + missing + room
+    monkeypatch.setattr(store_module.os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
+    if room:
+        with pytest.raises(WeightsError, match="still to come") as caught:
+            stage(plan)
+        assert caught.value.cause is Cause.DISK_FULL
+    else:
+        assert stage(plan)[0] == missing
+        assert same_files(files.folder, folder)
 
 
 def test_nothing_is_written_any_more_once_it_has_failed(plan: WeightsPlan, files: FileServer) -> None:

@@ -10,7 +10,8 @@ _KERNELS = "runtime/dsv4_runtime/vllm_plugin/kernels"
 
 _LIFE = (
     ("a file with its new name does not count before its record", "runtime/dsv4_runtime/weights/store.py",
-     "            with self._noting:\n                part", "            if True:\n                part", "weights/test_store.py"),
+     "            with self._noting:\n                part", "            if True:\n                part",
+     "weights/test_store.py"),
     ("retained weights are not verified", _RETAINED,
      "if not same and index in weights:", "if False:", "vllm_plugin/test_retained.py"),
     ("a reload of weights leaves the scales of products as they were", f"{_KERNELS}/linear.py",
