@@ -125,7 +125,13 @@ _IMPATIENT = """
 import sys
 from dsv4_kernels import precompile
 
-precompile._IDLE_SECONDS = 30
+def impatient(lines):
+    # Waits only a second for the lines after the second one.
+    for one in lines:
+        yield one
+        precompile._IDLE_SECONDS = 1
+
+sys.stdin = impatient(sys.stdin)
 precompile.main(sys.argv[1:])
 """
 
@@ -142,7 +148,10 @@ def test_the_compile_process_ends_with_its_parent(tmp_path: Path, silent: bool) 
         assert process.stdout.readline()
         compilers = psutil.Process(process.pid).children(recursive=True)
         assert compilers
-        if not silent:
+        if silent:
+            process.stdin.write(f"{SMALL[0]}\n".encode())
+            process.stdin.flush()
+        else:
             process.stdin.close()
         assert process.wait(timeout=600) == (-signal.SIGALRM if silent else 1)
     _, alive = psutil.wait_procs(compilers, timeout=60)

@@ -31,11 +31,18 @@ async def chromium() -> AsyncIterator[Any]:
             await browser.close()
 
 
+def network_changed(message: str) -> bool:
+    """Return whether Chromium reports that the machine's interfaces changed, because other tests create namespaces.
+
+    It then ends all requests, even on loopback.
+    """
+    return "ERR_NETWORK_CHANGED" in message
+
+
 async def visit(tab: Any, url: str) -> Any:
     """Load a page, and return the response.
 
-    It is loaded again while the machine's interfaces change, because other tests create network namespaces: Chromium
-    then ends all requests, even on loopback.
+    It is loaded again while the machine's interfaces change (`network_changed`).
     """
     from playwright.async_api import Error
 
@@ -44,7 +51,7 @@ async def visit(tab: Any, url: str) -> Any:
             try:
                 return await tab.goto(url)
             except Error as error:
-                if "ERR_NETWORK_CHANGED" not in error.message:
+                if not network_changed(error.message):
                     raise
                 await asyncio.sleep(0.2)
 

@@ -264,6 +264,9 @@ class Engine:
         """Fields added to each chunk of a stream."""
         self.parts_after: int | None = None
         """Tokens after which sampled outputs of simultaneous requests part, as each batch rounds in its own way."""
+        self.batch = 0
+        """Number of the first requests with a seed that are computed together: each waits for the others."""
+        self.seeded = 0
         self.watts = 0.0
         """Power in the metrics of a gateway of dsv4; 0: it is none, negative: the driver reports no power."""
 
@@ -302,8 +305,8 @@ class Engine:
             context = self.model.stale(ids)
         need = len(ids) + count
         pressed = self._enter(need)
-        together = self.open > 1
         try:
+            together = self._batched(body) or self.open > 1
             self.over.wait(self.delay)
             together |= self.open > 1
             if self.defect == "batch crosstalk" and self.open > 1:
@@ -360,6 +363,17 @@ class Engine:
             self.open += 1
             self.used += need
         return pressed
+
+    def _batched(self, body: dict[str, Any]) -> bool:
+        """Return whether a request is one of the first `batch`, once all of them are there."""
+        with self.room:
+            if body.get("seed") is None or self.seeded >= self.batch:
+                return False
+            self.seeded += 1
+            self.room.notify_all()
+            if not self.room.wait_for(lambda: self.seeded >= self.batch, 60):
+                raise TimeoutError(f"{self.seeded} of {self.batch} requests")
+        return True
 
     def legacy(self, ids: Sequence[int], out: Sequence[int], top: int, as_ids: bool) -> dict[str, Any]:
         def name(token: int) -> str:

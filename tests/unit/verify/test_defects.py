@@ -131,8 +131,8 @@ def test_no_false_alarm(number: int, verify: Verify) -> None:
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_seeded_outputs_may_part_in_a_batch_but_not_at_once(tokens: int, verify: Verify) -> None:
     """Four layers of Flash with random weights on an H200: outputs of one seed parted at the fourth token."""
-    engine = Engine("", weak=True, delay=0.1)
-    engine.parts_after = tokens
+    engine = Engine("", weak=True)
+    engine.parts_after, engine.batch = tokens, 5
     with serving(engine) as url:
         code, document = verify(url, "--only", "smoke.seed")
     (result,) = document["results"]
