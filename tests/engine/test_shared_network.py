@@ -65,3 +65,21 @@ def test_the_next_engine_gets_the_waiting_workers_of_ray(deployment: Deployment)
     while workers(deployment) != set(found):
         assert time.monotonic() < deadline, f"workers {workers(deployment)}, waiting before: {found}"
         time.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"), [(signal.SIGKILL, "MemberLost"), (signal.SIGSTOP, "NodeLost")], ids=["killed", "stopped"]
+)
+def test_no_process_of_a_lost_agent_delays_the_next_one(
+    deployment: Deployment, number: signal.Signals, cause: str
+) -> None:
+    """Without a process namespace, Ray and the engine outlive the agent, with their ports and memory."""
+    agent = psutil.Process(deployment.pid(0, "agent"))
+    below = agent.children(recursive=True)
+    assert {"raylet", "gcs_server"} <= {process.name() for process in below}
+    since = time.time()
+    agent.send_signal(number)
+    failure = first_failure(deployment.wait("Serving", since=since), since)
+    assert (failure["cause"], failure["level"]) == (cause, 2)
+    assert [process for process in below if process.is_running()] == []
+    assert deployment.complete(timeout=180)["usage"]["completion_tokens"] == 4

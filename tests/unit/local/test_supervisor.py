@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from dsv4_operator.backends.local.supervisor import (
     read_report,
 )
 from dsv4_testkit.supervised import Supervised, frozen
-from dsv4_testkit.waiting import wait_until
+from dsv4_testkit.waiting import suspend, wait_until
 
 # Only a bound: a busy machine may take long.
 SECONDS = 60.0
@@ -35,7 +36,7 @@ sys.exit(Supervisor().run([sys.executable, *sys.argv[1:]]))
 """
 
 LOOP = """\
-import asyncio, json, os, signal, socket, sys
+import asyncio, json, os, signal, socket, subprocess, sys
 from pathlib import Path
 from dsv4_operator.backends.local.supervisor import STATUS, Processes
 
@@ -57,22 +58,71 @@ async def main():
     processes.listen()
     if processes.ending:
         stop.set()
+    tree = directory / "tree.py"
+    command = [sys.executable, str(tree), str(directory), mode] if tree.exists() else ["sleep", "600"]
     child = processes.children.get("child") or await processes.start(
-        "child", ["sleep", "600"], log=directory / "log", death=signal.SIGKILL, files=["api"], unset=["HIDDEN"]
+        "child", command, log=directory / "log", death=signal.SIGKILL, files=["api"], unset=["HIDDEN"]
     )
     lives = json.loads(before)["lives"] + 1 if before else 1
     port = processes.socket("api").getsockname()[1]
+    helper = subprocess.Popen(["sleep", "60"])
     seen = {"lives": lives, "loop": os.getpid(), "child": child.pid, "port": port, "code": child.code}
+    seen["helper"] = helper.pid
     processes.keep_text(STATUS, json.dumps(seen))
     watching = asyncio.create_task(child.wait())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
     processes.keep_text(STATUS, json.dumps({**seen, "code": child.code}))
     await stop.wait()
+    helper.kill()
     await processes.close()
 
 
 asyncio.run(main())
+"""
+
+
+# A process with random ones below it, as an agent with Ray and vLLM: some ignore SIGTERM, are stopped, have a session
+# of their own, have lost their parent, or collect the orphans below them. Each that goes on has a file.
+TREE = """\
+import contextlib, os, random, signal, sys
+from pathlib import Path
+from dsv4_operator.backends.local.network import become_reaper
+
+directory, source = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+become_reaper()
+read, write = os.pipe()
+
+
+def grow(depth):
+    seeds = [source.random() for _ in range(source.randrange(1, 4) if depth else 0)]
+    for seed in seeds:
+        if os.fork() == 0:
+            source.seed(seed)
+            if source.random() < 0.4:
+                os.setsid()
+            if source.random() < 0.2:
+                become_reaper()
+            if source.random() < 0.4:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            ends, stops = source.random() < 0.3, source.random() < 0.2
+            grow(depth - 1)
+            if ends:
+                os._exit(0)
+            (directory / "tree" / str(os.getpid())).touch()
+            os.close(write)
+            if stops:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while True:
+                signal.pause()
+
+
+grow(3)
+os.close(write)
+os.read(read, 1)
+(directory / "grown").touch()
+signal.pause()
 """
 
 
@@ -274,3 +324,110 @@ async def test_a_start_that_fails_is_answered(command: list[str], log: str, reas
     finally:
         await processes.close()
         supervised.close()
+
+
+@pytest.fixture
+def grown(tmp_path: Path) -> Iterator[Callable[[int], tuple[World, list[psutil.Process]]]]:
+    """Return a function that starts a supervisor whose child has random processes below it, and returns them."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree.py").write_text(TREE)
+    worlds: list[World] = []
+    below: list[psutil.Process] = []
+
+    def grow(seed: int) -> tuple[World, list[psutil.Process]]:
+        worlds.append(World(tmp_path, str(seed)))
+        worlds[0].until((tmp_path / "grown").exists)
+        below.extend(psutil.Process(int(file.name)) for file in (tmp_path / "tree").iterdir())
+        return worlds[0], below
+
+    yield grow
+    for world in worlds:
+        world.process.kill()
+        world.process.wait(60)
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("loop", [False, True], ids=["child", "child and loop"])
+def test_an_end_is_reported_once_no_process_of_the_child_is_left(
+    seed: int, loop: bool, grown: Callable[[int], tuple[World, list[psutil.Process]]]
+) -> None:
+    """An agent that is killed without namespaces left Ray's processes and an engine with its memory."""
+    world, below = grown(seed)
+    assert below
+    first = world.life(1)
+    os.kill(first["child"], signal.SIGKILL)
+    if loop:
+        os.kill(first["loop"], signal.SIGKILL)
+        world.life(2)
+    world.until(lambda: world.status.get("code") == -signal.SIGKILL)
+    assert [process for process in below if process.is_running()] == []
+
+
+def test_a_process_that_cannot_end_delays_the_end_of_its_own_child_only(
+    grown: Callable[[int], tuple[World, list[psutil.Process]]],
+) -> None:
+    world, below = grown(1)
+    first = world.life(1)
+    with frozen(below[0].pid):
+        os.kill(first["child"], signal.SIGKILL)
+        psutil.wait_procs(below[1:], timeout=SECONDS)
+        assert psutil.pid_exists(below[0].pid)
+        time.sleep(0.5)
+        assert world.status.get("code") is None
+        # The next loop gets no earlier report either.
+        os.kill(first["loop"], signal.SIGKILL)
+        assert world.life(2)["code"] is None
+    world.until(lambda: world.status.get("code") == -signal.SIGKILL)
+
+
+# A process below another one has shared memory, as the parts of an engine have, and Python's tracker of it.
+MEMORY = """\
+import os, subprocess, sys, time
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from dsv4_operator.backends.local.network import become_reaper
+
+if len(sys.argv) == 3:
+    become_reaper()
+    subprocess.run([sys.executable, *sys.argv, "holder"])
+memory = shared_memory.SharedMemory(create=True, size=8192)
+file = Path(sys.argv[1], "memory")
+file.with_suffix(".new").write_text(f"{memory.name} {os.getpid()} {resource_tracker._resource_tracker._pid}")
+file.with_suffix(".new").rename(file)
+time.sleep(600)
+"""
+
+
+def test_an_orphan_of_the_loop_delays_no_end_of_a_child(world: World) -> None:
+    first = world.life(1)
+    with frozen(first["helper"]):
+        os.kill(first["loop"], signal.SIGKILL)
+        world.life(2)
+        os.kill(first["child"], signal.SIGKILL)
+        world.until(lambda: world.status.get("code") == -signal.SIGKILL)
+    world.until(lambda: not psutil.pid_exists(first["helper"]))
+
+
+def test_the_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
+    """Python's tracker removes it after their end, unless it is killed with them."""
+    (tmp_path / "tree.py").write_text(MEMORY)
+    world = World(tmp_path)
+    try:
+        first = world.life(1)
+        world.until((tmp_path / "memory").exists)
+        name, holder, tracker = (tmp_path / "memory").read_text().split()
+        memory = Path("/dev/shm", name)
+        assert memory.exists()
+        suspend(int(tracker))
+        os.kill(first["child"], signal.SIGKILL)
+        world.until(lambda: not psutil.pid_exists(int(holder)))
+        time.sleep(0.1)
+        os.kill(int(tracker), signal.SIGCONT)
+        world.until(lambda: world.status.get("code") == -signal.SIGKILL)
+        assert not memory.exists()
+    finally:
+        world.process.kill()
+        world.process.wait(60)

@@ -2,8 +2,9 @@
 
 The loop decides, and the supervisor keeps what has to outlive the loop: child processes, open files (listening sockets,
 GPU claims, the private network) and the latest status. It starts the loop again when that ends without request, or
-hangs; the next loop adopts everything. The kernel ends all children with the supervisor. Only the standard library is
-imported, so that it stays small and has no reason to fail.
+hangs; the next loop adopts everything. The kernel ends all children with the supervisor. Processes that a killed child
+leaves become children of the supervisor, which kills them: without namespaces an engine would outlive its agent. Only
+the standard library is imported, so that the supervisor stays small and has no reason to fail.
 
 Loop and supervisor exchange JSON messages over a Unix socket, files as `SCM_RIGHTS`. For `dsv4 status` the supervisor
 has a report in a memory file, readable below `/proc` even while every process is stopped and the disk is full.
@@ -49,6 +50,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
 END_TRIES = 5
 """Loops that may fail after a request to end, before the supervisor kills all children and ends itself."""
 _KILL_SECONDS = 1.0
+_ORPHAN_SECONDS = 0.02
+"""Interval in which orphans are killed, until none is left."""
+_TRACKER, _TRACKER_SECONDS = b"multiprocessing.resource_tracker", 5.0
+"""Python's tracker removes the shared memory of its processes after their end, and has this time for it."""
 _STEADY_SECONDS = 60.0
 """A loop that ran this long starts again without backoff."""
 _MESSAGE_BYTES, _FILES = 1 << 20, 250
@@ -124,6 +129,12 @@ def _activity(pid: int) -> tuple[str, int] | None:
         return None if own_shortage(error) is not None else ("", 0)
 
 
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
 @dataclass(slots=True)
 class _Child:
     process: subprocess.Popen[bytes]
@@ -149,6 +160,14 @@ class Supervisor:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, _Child] = {}
+        self._reaper = False
+        """Whether processes of ended children become children of this one."""
+        self._orphans: dict[int, float] = {}
+        """Process id -> monotonic time since when."""
+        self._ended: dict[str, tuple[float, frozenset[int]]] = {}
+        """Ended children that may have left processes: Unix time, and orphans before."""
+        self._frozen: list[subprocess.Popen[bytes]] = []
+        """Killed loops that have not ended."""
         self._kept: dict[str, int] = {}
         self._connection: socket.socket | None = None
         self._beat: float | None = None
@@ -183,12 +202,16 @@ class Supervisor:
 
     def close(self) -> None:
         """Kill all children and close all files."""
-        for child in self._children.values():
+        for name, child in self._children.items():
             if child.code is None:
                 child.process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.process.wait(_KILL_SECONDS)
-                os.close(child.pidfd)
+                if name not in self._ended:
+                    os.close(child.pidfd)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while not self._end_orphans() and time.monotonic() < deadline:
+            time.sleep(_ORPHAN_SECONDS)
         self.detach()
         for descriptor in (*self._kept.values(), self._report):
             os.close(descriptor)
@@ -196,11 +219,13 @@ class Supervisor:
 
     def poll(self, seconds: float) -> None:
         """Process the messages and ends of children of the next `seconds`; return after the first."""
-        for key, _ in self._selector.select(seconds):
+        waits = self._orphans or self._ended
+        for key, _ in self._selector.select(min(seconds, _ORPHAN_SECONDS) if waits else seconds):
             if key.data == "loop":
                 self._receive()
             elif isinstance(key.data, str):
                 self._reap(key.data)
+        self._end_orphans()
 
     def run(self, command: Sequence[str]) -> int:
         """Run the loop with the options `--supervisor=FD`, again after every unrequested end; return its exit code.
@@ -208,6 +233,7 @@ class Supervisor:
         An end before the first beat of the first loop is a failed start. After a request to end, `END_TRIES` loops may
         fail.
         """
+        self._reaper = network.become_reaper()
         wake, signals = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(signals)
         self._selector.register(wake, selectors.EVENT_READ)
@@ -268,8 +294,10 @@ class Supervisor:
                 reason = f"did not respond for {now - liveness.silent_since:.1f} s"
                 process.kill()
                 # A frozen process ends when it thaws, before it runs again; the next loop does not wait for that.
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                try:
                     process.wait(_KILL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self._frozen.append(process)
                 break
         # The last messages may contain the final status.
         self.poll(0)
@@ -362,10 +390,52 @@ class Supervisor:
 
     def _reap(self, name: str) -> None:
         child = self._children[name]
-        child.code, child.ended = child.process.wait(), time.time()
+        child.process.wait()
+        self._ended[name] = time.time(), frozenset(self._orphans)
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
-        self._send({"reply": "end", **child.document(name)})
+
+    def _end_orphans(self) -> bool:
+        """Kill processes that ended children left, and report the end of each child that has left none, or none any
+        more; return whether there are none.
+
+        Those below the killed ones become orphans in turn.
+        """
+        if self._reaper:
+            try:
+                found = self._find_orphans()
+            except OSError as error:
+                if own_shortage(error) is not None:
+                    # Unknown.
+                    return False
+                # Some kernels have no lists of children.
+                found = set()
+            now = time.monotonic()
+            self._orphans = {pid: self._orphans.get(pid, now) for pid in found}
+            for pid, since in self._orphans.items():
+                if now - since >= _TRACKER_SECONDS or not _is_tracker(pid):
+                    # Not reaped, so the number is not in use by another process. PermissionError: of another user.
+                    with contextlib.suppress(PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        for name, (ended, before) in list(self._ended.items()):
+            if self._orphans.keys() <= before:
+                child = self._children[name]
+                child.code, child.ended = child.process.returncode, ended
+                del self._ended[name]
+                self._send({"reply": "end", **child.document(name)})
+        return not self._orphans
+
+    def _find_orphans(self) -> set[int]:
+        """Return the children of this process that it did not start.
+
+        Raises:
+            OSError: they cannot be listed.
+        """
+        self._frozen = [process for process in self._frozen if process.poll() is None]
+        own = {process.pid for process in self._frozen} | {self._loop}
+        own |= {child.process.pid for child in self._children.values() if child.process.returncode is None}
+        return set(network.list_children(os.getpid())) - own
 
     def _send(self, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         if self._connection is not None:
