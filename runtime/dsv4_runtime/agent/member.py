@@ -40,7 +40,7 @@ from dsv4_runtime.agent.decide.events import (
 from dsv4_runtime.agent.decide.member import due, step
 from dsv4_runtime.agent.decide.state import MemberState, initial
 from dsv4_runtime.agent.engine import EngineRunner
-from dsv4_runtime.agent.processes import become_reaper, end_everything, reap_orphans
+from dsv4_runtime.agent.processes import end_everything, reap_orphans
 from dsv4_runtime.agent.ray import RayNode
 from dsv4_runtime.agent.record import Changes
 from dsv4_runtime.agent.standby import Standby
@@ -50,6 +50,7 @@ from dsv4_runtime.engine.logs import bound
 from dsv4_runtime.health.samples import ENGINE_ROLES
 from dsv4_runtime.health.vitals import SAMPLE_SECONDS
 from dsv4_runtime.util.clock import tick, unix_time
+from dsv4_runtime.util.procfs import become_reaper
 from dsv4_runtime.weights import store
 from dsv4_runtime.weights.members import WeightsServer
 

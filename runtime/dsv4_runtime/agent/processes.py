@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -19,7 +18,6 @@ from dsv4_runtime.util.procfs import STOPPED, ChildLine, Entry, below, command_o
 
 _log = logging.getLogger(__name__)
 
-_PR_SET_CHILD_SUBREAPER = 36
 _KILL_SECONDS = 5.0
 _waited_for: set[int] = set()
 
@@ -32,12 +30,6 @@ _TITLES = (
 )
 _IDLE_WORKER = "ray::IDLE"
 _PROGRAMS = {"raylet": "raylet", "gcs_server": "gcs"}
-
-
-def become_reaper() -> None:
-    """Become the parent of orphans below this process, as process 1 is anyway."""
-    if os.getpid() != 1:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def role_of(command: Sequence[str]) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from dsv4_runtime.util.files import own_shortage
 
+_PR_SET_CHILD_SUBREAPER = 36
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED = frozenset("Tt")
@@ -34,6 +36,11 @@ WORK_SHARE = 0.1
 """Share of a core from which processor time counts as work: waiting processes with timers use less."""
 _WORK_BYTES = 64 << 10
 _GROWTH_BYTES = 1 << 20
+
+
+def become_reaper() -> bool:
+    """Become the parent of orphans below this process, as process 1 is anyway; return whether that is possible."""
+    return os.getpid() == 1 or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,19 @@ async def visit(tab: Any, url: str) -> Any:
                 await asyncio.sleep(0.2)
 
 
+async def reload(tab: Any) -> None:
+    """Reload the page. If the machine's interfaces change, the tab has lost it, and it is loaded like a new one."""
+    from playwright.async_api import Error
+
+    url = tab.url
+    try:
+        await tab.reload()
+    except Error as error:
+        if not network_changed(error.message):
+            raise
+        await visit(tab, url)
+
+
 async def until(tab: Any, expression: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until an expression is true, by repeated evaluation.
 

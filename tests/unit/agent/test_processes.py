@@ -41,7 +41,8 @@ time.sleep(300)
 AGENT = """
 import asyncio, subprocess, sys, time
 from pathlib import Path
-from dsv4_runtime.agent.processes import Child, become_reaper, end_everything
+from dsv4_runtime.agent.processes import Child, end_everything
+from dsv4_runtime.util.procfs import become_reaper
 async def main():
     become_reaper()
     command = ["sh", "-c", "setsid sleep 300 & echo $! && exit 0"]

@@ -33,7 +33,7 @@ from dsv4_runtime.contract.gateway import (
     page_event,
 )
 from dsv4_runtime.util.sse import Feed
-from dsv4_testkit.browser import CHROMIUM, MISSING, chromium, network_changed, until, visit
+from dsv4_testkit.browser import CHROMIUM, MISSING, chromium, network_changed, reload, until, visit
 from dsv4_testkit.waiting import free_port
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
@@ -251,7 +251,7 @@ async def test_the_page_renders_quickly_fits_a_phone_and_is_accessible(site: Sit
     paints = []
     # The best of several attempts, for a busy machine.
     while len(paints) < 20 and min(paints, default=math.inf) > FIRST_PAINT_MS:
-        await visit(tab, tab.url)
+        await reload(tab)
         await tab.wait_for_selector("#page:not([hidden]) .group")
         entries = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
         paints.append(float(await tab.evaluate(entries)))
@@ -282,7 +282,7 @@ async def test_a_fleet_is_used_by_keyboard(site: Site) -> None:
         return str(await tab.evaluate("document.activeElement.id || document.activeElement.tagName"))
 
     # A reloaded document has its focus at the beginning.
-    await visit(tab, tab.url)
+    await reload(tab)
     await tab.wait_for_selector("#page:not([hidden]) .group")
     order = []
     for _ in range(6):
@@ -318,7 +318,7 @@ async def test_the_key_stays_in_the_tab_and_out_of_addresses(site: Site) -> None
     await site.sign_in(tab, KEY)
     await tab.wait_for_selector("#page:not([hidden]) .group")
     assert await tab.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
-    await visit(tab, tab.url)
+    await reload(tab)
     await tab.wait_for_selector("#page:not([hidden]) .group")
     assert all(url.split("/dsv4/status")[1] in ("", "/events") for url in addresses)
     await tab.click("#leave")

@@ -85,9 +85,9 @@ asyncio.run(main())
 # A process with random ones below it, as an agent with Ray and vLLM: some ignore SIGTERM, are stopped, have a session
 # of their own, have lost their parent, or collect the orphans below them. Each that goes on has a file.
 TREE = """\
-import contextlib, os, random, signal, sys
+import os, random, signal, sys
 from pathlib import Path
-from dsv4_operator.backends.local.network import become_reaper
+from dsv4_runtime.util.procfs import become_reaper
 
 directory, source = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -366,39 +366,20 @@ def test_an_end_is_reported_once_no_process_of_the_child_is_left(
     assert [process for process in below if process.is_running()] == []
 
 
-def test_a_process_that_cannot_end_delays_the_end_of_its_own_child_only(
+def test_a_process_that_cannot_end_delays_the_end_of_its_child(
     grown: Callable[[int], tuple[World, list[psutil.Process]]],
 ) -> None:
     world, below = grown(1)
     first = world.life(1)
-    with frozen(below[0].pid):
-        os.kill(first["child"], signal.SIGKILL)
-        psutil.wait_procs(below[1:], timeout=SECONDS)
-        assert psutil.pid_exists(below[0].pid)
-        time.sleep(0.5)
-        assert world.status.get("code") is None
-        # The next loop gets no earlier report either.
-        os.kill(first["loop"], signal.SIGKILL)
-        assert world.life(2)["code"] is None
-    world.until(lambda: world.status.get("code") == -signal.SIGKILL)
-
-
-# A process below another one has shared memory, as the parts of an engine have, and Python's tracker of it.
-MEMORY = """\
-import os, subprocess, sys, time
-from multiprocessing import resource_tracker, shared_memory
-from pathlib import Path
-from dsv4_operator.backends.local.network import become_reaper
-
-if len(sys.argv) == 3:
-    become_reaper()
-    subprocess.run([sys.executable, *sys.argv, "holder"])
-memory = shared_memory.SharedMemory(create=True, size=8192)
-file = Path(sys.argv[1], "memory")
-file.with_suffix(".new").write_text(f"{memory.name} {os.getpid()} {resource_tracker._resource_tracker._pid}")
-file.with_suffix(".new").rename(file)
-time.sleep(600)
-"""
+    with frozen(first["loop"]):
+        with frozen(below[0].pid):
+            os.kill(first["child"], signal.SIGKILL)
+            psutil.wait_procs(below[1:], timeout=SECONDS)
+            assert psutil.pid_exists(below[0].pid)
+            # The next loop gets no earlier report either.
+            assert world.life(2)["code"] is None
+        # The replaced loop, which cannot end either, is not the child's.
+        world.until(lambda: world.status.get("code") == -signal.SIGKILL)
 
 
 def test_an_orphan_of_the_loop_delays_no_end_of_a_child(world: World) -> None:
@@ -409,6 +390,24 @@ def test_an_orphan_of_the_loop_delays_no_end_of_a_child(world: World) -> None:
         os.kill(first["child"], signal.SIGKILL)
         world.until(lambda: world.status.get("code") == -signal.SIGKILL)
     world.until(lambda: not psutil.pid_exists(first["helper"]))
+
+
+# A process below another one has shared memory, as the parts of an engine have, and Python's tracker of it.
+MEMORY = """\
+import os, subprocess, sys, time
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from dsv4_runtime.util.procfs import become_reaper
+
+if len(sys.argv) == 3:
+    become_reaper()
+    subprocess.run([sys.executable, *sys.argv, "holder"])
+memory = shared_memory.SharedMemory(create=True, size=8192)
+file = Path(sys.argv[1], "memory")
+file.with_suffix(".new").write_text(f"{memory.name} {os.getpid()} {resource_tracker._resource_tracker._pid}")
+file.with_suffix(".new").rename(file)
+time.sleep(600)
+"""
 
 
 def test_the_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 _COMMAND_SECONDS = 10.0
 
 # In new namespaces any address is free.
@@ -172,11 +172,6 @@ def _ip(arguments: str, prefix: Sequence[str] = ()) -> str:
     """Run `ip` and return its output."""
     command = [*prefix, "ip", *arguments.split()]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS).stdout
-
-
-def become_reaper() -> bool:
-    """Make this process the parent of processes whose parents below it end; return whether that is possible."""
-    return bool(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 def list_children(pid: int) -> list[int]:

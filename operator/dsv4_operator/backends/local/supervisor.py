@@ -33,6 +33,7 @@ from typing import Any
 
 from dsv4_operator.backends.local import network
 from dsv4_runtime.util.files import own_shortage
+from dsv4_runtime.util.procfs import become_reaper
 
 _log = logging.getLogger("dsv4")
 
@@ -233,7 +234,7 @@ class Supervisor:
         An end before the first beat of the first loop is a failed start. After a request to end, `END_TRIES` loops may
         fail.
         """
-        self._reaper = network.become_reaper()
+        self._reaper = become_reaper()
         wake, signals = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(signals)
         self._selector.register(wake, selectors.EVENT_READ)

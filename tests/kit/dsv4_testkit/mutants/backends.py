@@ -316,7 +316,7 @@ BACKENDS = (
     Mutant(
         "processes outlive the child that started them",
         f"{_OPERATOR}/backends/local/supervisor.py",
-        "        self._reaper = network.become_reaper()\n",
+        "        self._reaper = become_reaper()\n",
         "        self._reaper = False\n",
         ("tests/unit/local/test_supervisor.py",),
     ),
