@@ -78,6 +78,8 @@ def reusing_graph_estimate(original: Any) -> Any:
         estimate: int = original(runner)
         if place is not None:
             try:
+                # Stock kernels have no trial, which else makes the directory.
+                place.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(place, json.dumps({"bytes": estimate}), mode=0o644)
             except OSError as error:
                 LOGGER.warning("dsv4 memory: the estimate of CUDA graphs cannot be kept: %s", error)

@@ -235,12 +235,12 @@ def estimator(captures: list[Any]) -> Any:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Let this process be the only rank of its engine; return the directory of the estimates."""
+    """Let this process be the only rank of its engine; return the directory of the estimates, not yet made."""
     monkeypatch.setattr(warmup, "key_of", lambda config, model, prefix: model + prefix)
     # As an item: reading the attribute imports vLLM.
     monkeypatch.setitem(vars(vllm_api), "get_world_group", lambda: SimpleNamespace(world_size=1))
-    monkeypatch.setenv(DIRECTORY, str(tmp_path))
-    return tmp_path
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "cache" / "kernels"))
+    return tmp_path / "cache" / "kernels"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,10 @@ def test_without_a_directory_or_a_key_graphs_are_estimated(
     one_rank: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setenv(DIRECTORY, str(one_rank / "none"))
+    one_rank.mkdir(parents=True)
+    file = one_rank.with_name("file")
+    file.touch()
+    monkeypatch.setenv(DIRECTORY, str(file))
     assert estimator(made)(model_runner()) == GRAPHS
     assert "cannot be kept" in caplog.text
     monkeypatch.delenv(DIRECTORY)
