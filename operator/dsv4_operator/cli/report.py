@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dsv4_operator.api import GroupPhase, GroupStatus
+from dsv4_operator.api import DSV4Deployment, GroupPhase, GroupStatus
 from dsv4_operator.backends.local import gpus
 from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.cli import diagnostics
@@ -68,7 +69,7 @@ from dsv4_operator.cli.report_fields import (
 )
 from dsv4_operator.cli.report_page import compared, render_comparison, render_page, setup_title
 from dsv4_operator.cli.sources.base import DeploymentSource, DeploymentView, EvidenceFile
-from dsv4_operator.planning.catalog import checkpoint_named, machine, machine_named, models
+from dsv4_operator.planning.catalog import Model, checkpoint_named, machine, machine_named, models
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint
 from dsv4_operator.planning.images import ImageProfile, profile_for, profile_named
 from dsv4_operator.planning.images.surface import read_arguments
@@ -257,10 +258,33 @@ def _plan(source: DeploymentSource, item: DeploymentView) -> MemoryPlan | None:
             if found.hardware == kind.hardware and found.sm:
                 kind, chosen = found, True
         facts = source.facts(deployment, kind, chosen=chosen)
-        return setup(deployment, replace(facts, model=model_here(deployment.spec.model))).memory
-    except (CommandError, PlanRefused, BadCheckpoint) as error:
+        memory = setup(deployment, replace(facts, model=_files(deployment))).memory
+    except (CommandError, PlanRefused) as error:
         note(f"warning: the report has no memory plan: {error}")
         return None
+    if ids and not _measured(item, memory):
+        # Engines of a cluster are planned without their files.
+        with suppress(PlanRefused):
+            catalog = setup(deployment, facts).memory
+            memory = catalog if _measured(item, catalog) else memory
+    return memory
+
+
+def _files(deployment: DSV4Deployment) -> Model | None:
+    """Return the checkpoint that a start on this machine reads; None: it is planned by the catalog."""
+    try:
+        return model_here(deployment.spec.model)
+    except BadCheckpoint:
+        return None
+
+
+def _measured(item: DeploymentView, plan: MemoryPlan) -> dict[int, dict[str, int]]:
+    """Return the measured differences from the plan by group and term, without those from plans of other models."""
+    return {
+        group.index: {each.item: each.difference for each in group.measured.items}
+        for group in item.status.groups[:MOST_GROUPS]
+        if group.measured is not None and group.measured.of.startswith(f"{plan.model.name} in ")
+    }
 
 
 def _here() -> Here:
@@ -458,11 +482,7 @@ def _flags(item: DeploymentView) -> Iterator[str]:
 
 def _memory(item: DeploymentView, plan: MemoryPlan) -> MemoryPart:
     rank = plan.ranks[plan.tightest]
-    measured = {
-        group.index: {each.item: each.difference for each in group.measured.items}
-        for group in item.status.groups[:MOST_GROUPS]
-        if group.measured is not None
-    }
+    measured = _measured(item, plan)
 
     def figures(name: str, planned: int) -> tuple[GroupFigure, ...]:
         found = ((index, items[name]) for index, items in measured.items() if name in items)

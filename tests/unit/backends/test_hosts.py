@@ -26,7 +26,10 @@ from dsv4_operator.backends.hosts.backend import examine
 from dsv4_operator.backends.hosts.documents import Claim, StartRequest
 from dsv4_operator.backends.hosts.service import Drivers
 from dsv4_operator.backends.local import gpus, network
+from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.backends.local.gpus import GpuInventory
+from dsv4_operator.planning.setup import with_settings
+from dsv4_runtime.nano.checkpoint import make
 from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, of, over, planned, until
 from dsv4_testkit.host_services import KEY, Machines
 from dsv4_testkit.waiting import suspend
@@ -280,6 +283,15 @@ async def test_a_machine_with_the_address_of_another_is_not_used(world: HostsWor
     request = StartRequest(claim=claim, plan=plan.model_copy(update={"incarnation": 2}), rank=0, token="0" * 96)
     with pytest.raises(BackendError, match="rank 0 is planned on spark-1, and this machine is spark-2"):
         await world.hosts._client.post(f"{world.machines.inventory.url(swapped[0])}/v1/start", request)
+
+
+async def test_the_plan_is_of_the_checkpoint_in_its_directory(world: HostsWorld, tmp_path: Path) -> None:
+    folder = make(tmp_path / "mine")
+    deployment = with_settings(world.deployment, {"model.source.path": str(folder)})
+    found = (await world.backend.facts(deployment)).model
+    assert found is not None
+    assert (found, found.name) == (model_here(deployment.spec.model), "mine")
+    assert (await world.backend.facts(world.deployment)).model is None
 
 
 async def test_a_machine_keeps_its_members_and_fences_at_another_address(world: HostsWorld) -> None:

@@ -18,11 +18,14 @@ from dsv4_operator.api import DSV4Deployment, parse
 from dsv4_operator.backends.local import backend as local_backend
 from dsv4_operator.backends.local import network
 from dsv4_operator.backends.local.backend import LocalBackend
+from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.backends.local.supervisor import OUTSIDE
+from dsv4_operator.planning.setup import with_settings
 from dsv4_runtime.contract import WeightsSource
 from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
+from dsv4_runtime.nano.checkpoint import make
 from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, over, planned, until
 from dsv4_testkit.supervised import Supervised
 from dsv4_testkit.waiting import Pauses, suspend
@@ -163,6 +166,15 @@ async def test_the_next_loop_plans_with_the_memory_that_running_members_hold(
     world.local._cards = ()
     (node,) = (await world.local.facts(world.deployment)).nodes
     assert node.memory_bytes == 7, "it is measured again when no member runs"
+
+
+async def test_the_plan_is_of_the_checkpoint_in_its_directory(world: LocalWorld, tmp_path: Path) -> None:
+    folder = make(tmp_path / "mine")
+    deployment = with_settings(world.deployment, {"model.source.path": str(folder)})
+    found = (await world.backend.facts(deployment)).model
+    assert found is not None
+    assert (found, found.name) == (model_here(deployment.spec.model), "mine")
+    assert (await world.backend.facts(world.deployment)).model is None
 
 
 async def test_an_agent_that_does_not_answer_delays_no_reconciliation(world: LocalWorld) -> None:

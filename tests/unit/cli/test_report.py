@@ -22,6 +22,9 @@ from pydantic import BaseModel
 from report_fixtures import BENCH, NOW, RECOVERY, SPARKS, VERIFY, doctor, large_status, sparks
 
 from dsv4_operator.api import DeploymentStatus, DSV4Deployment, load
+from dsv4_operator.api.status import MeasuredItem, MeasuredStatus
+from dsv4_operator.backends.local.facts import model_here
+from dsv4_operator.backends.local.state import DeploymentState
 from dsv4_operator.cli import diagnostics, report, report_fields
 from dsv4_operator.cli.main import run
 from dsv4_operator.cli.report import Here, setup_report
@@ -32,8 +35,11 @@ from dsv4_operator.planning.catalog import machine_named, machines, model, model
 from dsv4_operator.planning.images import profiles
 from dsv4_operator.planning.memory import EngineSettings, Parallel, memory_plan
 from dsv4_operator.planning.memory.runs import runs
+from dsv4_operator.planning.setup import with_settings
 from dsv4_operator.verify.speed import Row
 from dsv4_runtime.fabric.checks import CheckReason
+from dsv4_runtime.nano.checkpoint import make as make_nano
+from dsv4_runtime.nano.recipe import Precision
 from dsv4_testkit.openai_server import Engine, serving
 
 ROOT = Path(__file__).parents[3]
@@ -348,6 +354,40 @@ def test_of_this_machine(
     # Written again without confirmation, because both files are reports.
     assert run(["report", "zqname", "-f", str(page), "--state-dir", str(root)]) == 0
     assert sorted(each.name for each in root.glob("*report*")) == ["report.html", "report.json"]
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_nano(tmp_path_factory.mktemp("weights") / "mine", precision=Precision.FP8)
+
+
+@pytest.mark.parametrize(
+    ("subject", "plan_of", "measured"),
+    [("mine", "mine", [7]), ("Nano", "Nano", [7]), ("V4-Flash", "mine", [])],
+)
+def test_measured_memory_is_beside_the_plan_of_its_start(
+    subject: str,
+    plan_of: str,
+    measured: list[int],
+    fp8: Path,
+    root: Path,
+    make: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Agents report differences from their plan: a start here reads the files, one in a cluster does not."""
+    items = (MeasuredItem(item="weights", difference=7),)
+    found = MeasuredStatus(of=f"{subject} in the default image on h200", incarnation=1, items=items)
+    changes = {"model.source": {"path": str(fp8)}, "topology.hardware": "H200", "topology.nodesPerGroup": 1}
+    deployment = with_settings(make.deployment(), changes)
+    state = DeploymentState(root, deployment.metadata.name)
+    state.prepare()
+    state.save_manifest(deployment)
+    state.save_object(deployment.model_copy(update={"status": make.status(make.group(measured=found))}))
+    document = report_file(capsys, "nano", "--state-dir", str(root))
+    weights = next(term for term in document["memory"]["terms"] if term["name"] == "weights")
+    size = {"mine": model_here(deployment.spec.model), "Nano": model("Nano")}[plan_of].weight_bytes
+    assert weights["plannedBytes"] == pytest.approx(size, rel=0.02)
+    assert [each["bytes"] - weights["plannedBytes"] for each in weights["measured"]] == measured
 
 
 def test_of_a_cluster(deployed: Callable[..., Any], world: Any, make: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import random
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 
 from dsv4_operator.api import Hardware, load
-from dsv4_operator.backends.local.facts import model_here, read_checkpoint, read_header
+from dsv4_operator.backends.local import facts
+from dsv4_operator.backends.local.facts import CheckpointFiles, model_here, read_checkpoint, read_header
 from dsv4_operator.planning.catalog import Machine, machine, machine_named, machines, model, model_for, models
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files
 from dsv4_operator.planning.catalog.records import Model, Part
@@ -36,6 +39,11 @@ OWN_WORDS = {"id", "title", "hardware", "unified_memory", "sources"}
 @pytest.fixture(scope="module")
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("weights") / "nano")
+
+
+@pytest.fixture(scope="module")
+def mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("weights") / "mtp", drafts=Drafts.MTP)
 
 
 @pytest.mark.parametrize("found", machines(), ids=lambda found: found.id)
@@ -201,6 +209,45 @@ def test_a_damaged_checkpoint_is_named(nano: Path, tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         with raises_naming(BadCheckpoint, index.name, f"'{name}'", "not in that directory"):
             read_checkpoint(copy, "Nano")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_start_reads_the_files_as_a_plan_does(
+    seed: int, nano: Path, mtp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After random changes of files; those that cannot be parsed are logged once, and the catalog applies."""
+    folder, damaged = tmp_path / "mine", tmp_path / "damaged"
+    folder.mkdir()
+    damaged.mkdir()
+    shards = {file.name for each in (nano, mtp) for file in each.glob("*.safetensors")}
+    files = sorted({"config.json", "model.safetensors.index.json", *shards})
+    for name in files:
+        (damaged / name).write_text("short")
+    reads: list[str] = []
+    monkeypatch.setattr(facts, "model_here", lambda spec: (reads.append("read"), model_here(spec))[1])
+    caplog.set_level(logging.WARNING, logger=facts.__name__)
+    started, chance, logged, bad, seen = CheckpointFiles(), random.Random(seed), 0, False, set()
+    spec = load((FLASH % folder).replace("variant: Flash", "variant: Nano")).spec.model
+    for step in range(60):
+        # Whole checkpoints, then parts of several ones.
+        whole = step % 5 == 0
+        place = chance.choice([nano, mtp] if whole else [nano, mtp, damaged, damaged, None])
+        for name in files if whole else [chance.choice(files)]:
+            (folder / name).unlink(missing_ok=True)
+            if place is not None and (place / name).exists():
+                (folder / name).symlink_to(place / name)
+        try:
+            wanted, problem = model_here(spec), False
+        except BadCheckpoint:
+            wanted, problem = None, True
+        logged, bad = logged + (problem and not bad), problem
+        seen.add((wanted is not None, problem))
+        assert started.model(spec) == wanted
+        before = len(reads)
+        assert started.model(spec) == wanted
+        assert len(reads) == before, "nothing has changed"
+        assert len(caplog.records) == logged
+    assert seen == {(True, False), (False, False), (False, True)}
 
 
 def test_another_architecture_is_refused(nano: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from dsv4_operator.backends.hosts.documents import (
     StartRequest,
 )
 from dsv4_operator.backends.hosts.survey import Here, driver_findings, report_findings, silent_machine
+from dsv4_operator.backends.local.facts import CheckpointFiles
 from dsv4_operator.backends.local.gateway import LocalGateways, OwnGateways
 from dsv4_operator.backends.local.software import Software
 from dsv4_operator.backends.local.state import DeploymentState, save_evidence
@@ -151,6 +152,8 @@ class HostsBackend(OwnGateways):
         self._seen: dict[Key, _Seen] = {}
         self._awaiting: asyncio.Task[None] | None = None
         """Queries the machines that do not answer."""
+        self._checkpoint = CheckpointFiles()
+        """Of this machine, as `dsv4 plan` reads them."""
         self._here = Here()
         """Network of this machine, since the latest call of `facts`; without problems if all machines answer."""
 
@@ -191,6 +194,7 @@ class HostsBackend(OwnGateways):
             ray_token_file=str(self._members_state.token()),
             cache_root=f"{root}/cache",
             secrets_root=f"{root}/secrets",
+            model=await asyncio.to_thread(self._checkpoint.model, deployment.spec.model),
             placed=placed,
             profile=self._software.profile,
             cuda_home=self._software.cuda_home,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from dsv4_operator.api import DSV4Deployment
 from dsv4_operator.backends.local import gpus, network
-from dsv4_operator.backends.local.facts import available_memory, local_facts
+from dsv4_operator.backends.local.facts import CheckpointFiles, available_memory, local_facts
 from dsv4_operator.backends.local.gateway import LocalGateways, OwnGateways
 from dsv4_operator.backends.local.gpus import Card
 from dsv4_operator.backends.local.network import children, outside_ids
@@ -125,6 +125,7 @@ class LocalBackend(OwnGateways):
         self._free: int | None = None
         """Free memory when last no member ran."""
         self._unsafe_copies: str | None = None
+        self._checkpoint = CheckpointFiles()
         self._agents = AgentClient()
 
     def _earlier_token_key(self, state: DeploymentState) -> str | None:
@@ -186,6 +187,7 @@ class LocalBackend(OwnGateways):
             cards=self._cards,
             software=self._software,
             unsafe_copies=self._unsafe_copies,
+            model=await asyncio.to_thread(self._checkpoint.model, deployment.spec.model),
         )
 
     async def ensure(self, deployment: DSV4Deployment, plan: GroupPlan) -> None:

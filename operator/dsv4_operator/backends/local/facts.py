@@ -6,6 +6,7 @@ Of a checkpoint, local or on a Hugging Face hub, `config.json` and the headers o
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 import time
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from dsv4_operator.backends.local.software import Software
     from dsv4_operator.backends.local.state import DeploymentState
 
+_log = logging.getLogger(__name__)
+
 _PUBLIC = "https://huggingface.co"
 _REQUEST_SECONDS = 10.0
 _ALL_SECONDS = 120.0
@@ -45,6 +48,7 @@ def local_facts(
     cards: Sequence[Card] = (),
     software: Software | None = None,
     unsafe_copies: str = "",
+    model: Model | None = None,
 ) -> Facts:
     """Return the stand-in nodes of all groups, which share this machine's processors and memory equally.
 
@@ -57,6 +61,7 @@ def local_facts(
         cards: the GPUs of the deployment, divided among the nodes; none on CPU.
         software: installed software for engines on them; none on CPU.
         unsafe_copies: as in `NodeFacts`.
+        model: as in `Facts`.
     """
     count = deployment.spec.topology.nodes_per_group * max(deployment.spec.replicas, 1) if isolated else 1
     memory = (available_memory() if memory is None else memory) // count
@@ -81,6 +86,7 @@ def local_facts(
         state_root=str(state.directory),
         weights_root=str(state.weights),
         ray_token_file=str(state.token()),
+        model=model,
         cache_root=str(state.weights.parent / "cache"),
         secrets_root=str(state.secrets),
         profile=software.profile if software else None,
@@ -163,6 +169,40 @@ def model_here(spec: ModelSpec) -> Model | None:
             f"spec.model.variant: {spec.variant} contradicts {config}, which is of {found.variant}; write that"
         )
     return found
+
+
+class CheckpointFiles:
+    """The checkpoint of a deployment according to its files, which are read again after each change."""
+
+    def __init__(self) -> None:
+        self._read: object = None
+        self._model: Model | None = None
+        self._unreadable = False
+
+    def model(self, spec: ModelSpec) -> Model | None:
+        """Return `model_here`, or None if a file cannot be parsed: the catalog may know the checkpoint."""
+        place = spec.source.path or spec.source.shared_path
+        state = (spec, _stamp(Path(place)) if place else ())
+        if state != self._read:
+            try:
+                self._model = model_here(spec)
+                self._unreadable = False
+            except BadCheckpoint as error:
+                if not self._unreadable:
+                    _log.warning("sizes of the checkpoint are those of the catalog: %s", error)
+                self._model, self._unreadable = None, True
+            self._read = state
+        return self._model
+
+
+def _stamp(folder: Path) -> object:
+    """Return a value that changes with the files of a checkpoint."""
+    try:
+        with os.scandir(folder) as entries:
+            files = [(entry.name, entry.stat()) for entry in entries if entry.name.endswith((".json", ".safetensors"))]
+    except OSError as error:
+        return error.errno
+    return sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
 def read_checkpoint(folder: Path, variant: str) -> Model | None:
