@@ -30,6 +30,7 @@ from dsv4_operator.backends.local.facts import model_here
 from dsv4_operator.backends.local.gpus import GpuInventory
 from dsv4_operator.planning.setup import with_settings
 from dsv4_runtime.nano.checkpoint import make
+from dsv4_runtime.nano.recipe import Drafts
 from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, of, over, planned, until
 from dsv4_testkit.host_services import KEY, Machines
 from dsv4_testkit.waiting import suspend
@@ -286,7 +287,7 @@ async def test_a_machine_with_the_address_of_another_is_not_used(world: HostsWor
 
 
 async def test_the_plan_is_of_the_checkpoint_in_its_directory(world: HostsWorld, tmp_path: Path) -> None:
-    folder = make(tmp_path / "mine")
+    folder = make(tmp_path / "mine", drafts=Drafts.MTP)
     deployment = with_settings(world.deployment, {"model.source.path": str(folder)})
     found = (await world.backend.facts(deployment)).model
     assert found is not None

@@ -26,6 +26,7 @@ from dsv4_operator.planning.setup import with_settings
 from dsv4_runtime.contract import WeightsSource
 from dsv4_runtime.contract.plan import OUTSIDE_NETWORK
 from dsv4_runtime.nano.checkpoint import make
+from dsv4_runtime.nano.recipe import Drafts
 from dsv4_testkit.conformance import Bounded, Conformance, fenced, formed, live, over, planned, until
 from dsv4_testkit.supervised import Supervised
 from dsv4_testkit.waiting import Pauses, suspend
@@ -169,7 +170,7 @@ async def test_the_next_loop_plans_with_the_memory_that_running_members_hold(
 
 
 async def test_the_plan_is_of_the_checkpoint_in_its_directory(world: LocalWorld, tmp_path: Path) -> None:
-    folder = make(tmp_path / "mine")
+    folder = make(tmp_path / "mine", drafts=Drafts.MTP)
     deployment = with_settings(world.deployment, {"model.source.path": str(folder)})
     found = (await world.backend.facts(deployment)).model
     assert found is not None

@@ -195,6 +195,14 @@ def test_an_incomplete_checkpoint_is_not_read(nano: Path, tmp_path: Path) -> Non
     assert model_here(load(FLASH % (tmp_path / "none")).spec.model) is None
 
 
+def test_a_released_checkpoint_is_that_of_the_catalog(nano: Path, mtp: Path) -> None:
+    """Its entry has more than the files: sources, and the formats of engines."""
+    assert [
+        model_here(load((FLASH % folder).replace("variant: Flash", "variant: Nano")).spec.model) is None
+        for folder in (nano, mtp)
+    ] == [True, False]
+
+
 def test_a_damaged_checkpoint_is_named(nano: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(nano, tmp_path / "copy"))
     shard = sorted(copy.glob("*.safetensors"))[0]

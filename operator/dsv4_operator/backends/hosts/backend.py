@@ -153,7 +153,7 @@ class HostsBackend(OwnGateways):
         self._awaiting: asyncio.Task[None] | None = None
         """Queries the machines that do not answer."""
         self._checkpoint = CheckpointFiles()
-        """Of this machine, as `dsv4 plan` reads them."""
+        """On this machine, the first of them, in place of all."""
         self._here = Here()
         """Network of this machine, since the latest call of `facts`; without problems if all machines answer."""
 

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from dsv4_operator.api import DSV4Deployment, ModelSpec, Variant
 from dsv4_operator.backends.local import network
-from dsv4_operator.planning.catalog import Model, checkpoint_named
+from dsv4_operator.planning.catalog import Model, UnknownCheckpoint, checkpoint_named, model_for
 from dsv4_operator.planning.catalog.checkpoint import BadCheckpoint, model_from_files, model_of_config
 from dsv4_operator.planning.facts import Facts, GpuFacts, NodeFacts
 
@@ -151,7 +151,7 @@ HEADER_LIMIT = 100 * 2**20  # Limit of safetensors.
 def model_here(spec: ModelSpec) -> Model | None:
     """Return the model at the path of a deployment, read from its files or its `config.json` alone.
 
-    None if neither is on this machine, or if the name already identifies the checkpoint.
+    None if neither is on this machine, or if it is the checkpoint of the catalog that the deployment names.
 
     Raises:
         BadCheckpoint: a file cannot be parsed; the text contains its name.
@@ -168,7 +168,15 @@ def model_here(spec: ModelSpec) -> Model | None:
         raise BadCheckpoint(
             f"spec.model.variant: {spec.variant} contradicts {config}, which is of {found.variant}; write that"
         )
-    return found
+    return None if found is not None and _is_released(found, spec) else found
+
+
+def _is_released(found: Model, spec: ModelSpec) -> bool:
+    try:
+        known = model_for(spec.model_copy(update={"size": None}))
+    except UnknownCheckpoint:
+        return False
+    return (found.checkpoint_bytes, found.compress_ratios) == (known.checkpoint_bytes, known.compress_ratios)
 
 
 class CheckpointFiles:

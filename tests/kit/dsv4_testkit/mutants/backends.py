@@ -524,6 +524,27 @@ BACKENDS = (
         ("tests/unit/local/test_hub.py",),
     ),
     Mutant(
+        "a start plans with files that have changed",
+        f"{_OPERATOR}/backends/local/facts.py",
+        "        state = (spec, _stamp(Path(place)) if place else ())\n",
+        "        state = spec\n",
+        ("tests/unit/planning/test_catalog.py",),
+    ),
+    Mutant(
+        "a start on this machine plans without the files",
+        f"{_OPERATOR}/backends/local/backend.py",
+        "model=await asyncio.to_thread(self._checkpoint.model, deployment.spec.model)",
+        "model=None",
+        ("tests/unit/backends/test_local.py",),
+    ),
+    Mutant(
+        "a start on several machines plans without the files",
+        f"{_OPERATOR}/backends/hosts/backend.py",
+        "model=await asyncio.to_thread(self._checkpoint.model, deployment.spec.model)",
+        "model=None",
+        ("tests/unit/backends/test_hosts.py",),
+    ),
+    Mutant(
         "a hub that sends slowly is read for ever",
         f"{_OPERATOR}/backends/local/facts.py",
         "                    if time.monotonic() > self.deadline:\n",

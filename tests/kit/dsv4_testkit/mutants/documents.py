@@ -551,6 +551,13 @@ DOCUMENTS = (
         ("tests/unit/cli/test_report.py",),
     ),
     Mutant(
+        "a report adds measured memory to the plan of another model",
+        f"{_OPERATOR}/cli/report.py",
+        ' and group.measured.of.startswith(f"{plan.model.name} in ")',
+        "",
+        ("tests/unit/cli/test_report.py",),
+    ),
+    Mutant(
         "a report loses the latest failures",
         f"{_OPERATOR}/cli/report.py",
         "[-MOST_FAILURES:]",
