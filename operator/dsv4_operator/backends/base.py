@@ -32,7 +32,7 @@ class Backend(Protocol):
     """
 
     async def facts(self, deployment: DSV4Deployment) -> Facts:
-        """Return the machines that the planner may use for `deployment`."""
+        """Return the machines for plans of `deployment`, and its checkpoint where the files can be read."""
         ...
 
     def refresh(self, deployment: DSV4Deployment, facts: Facts) -> Facts:
