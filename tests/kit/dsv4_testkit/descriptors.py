@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import resource
 from collections.abc import Iterator
+
+_STREAMS = 3
 
 
 @contextlib.contextmanager
@@ -15,10 +16,8 @@ def no_descriptors() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Objects of earlier tests would close descriptors; pytest reports some, which imports a module and so opens a file.
     gc.disable()
-    # The kernel takes the lowest number that is free.
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    # Only numbers of the standard streams are allowed, so that one which is closed meanwhile cannot be taken again.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_STREAMS, hard))
     try:
         yield
     finally:
