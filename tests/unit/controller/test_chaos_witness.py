@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -59,6 +60,23 @@ async def test_one_after_the_other_and_a_late_pod_without_a_plan(witness: Witnes
     await witness._pod("ADDED", pod(2))
     await witness._pod("ADDED", pod(1))
     assert witness.wrong == []
+
+
+@pytest.mark.parametrize(("made", "wrong"), [(7, 0), (5, 1)])
+async def test_a_pod_that_was_made_after_the_end_of_its_plan_is_no_member(
+    witness: Witness, kube: FakeKube, made: int, wrong: int
+) -> None:
+    """The watch of the plans may be behind that of the pods."""
+    plan_of(kube, 2)
+    early = pod(1)
+    early["metadata"]["resourceVersion"] = str(made)
+    await witness._pod("ADDED", early)
+    later = asyncio.create_task(witness._pod("ADDED", pod(2)))
+    await asyncio.sleep(0.05)
+    about = {"name": names.mounted_name("chat", UID, 0, 1), "resourceVersion": "6"}
+    await witness._plan("DELETED", {"metadata": about})
+    await later
+    assert len(witness.wrong) == wrong
 
 
 def version(number: int, group: GroupStatus, generation: int = 1) -> Manifest:

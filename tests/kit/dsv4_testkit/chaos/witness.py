@@ -35,6 +35,8 @@ _OF_ATTEMPTS = frozenset(
 )
 """Reasons of events about failed attempts, which need no status."""
 _LEASE_LAG_SECONDS = 1.0
+_PLAN_LAG_SECONDS = 10
+"""Longest time between two watches."""
 
 GroupId = tuple[str, str, int]
 """UID and name of the deployment, index of the group."""
@@ -63,6 +65,10 @@ class Witness:
         """By UID of the deployment."""
         self.pods: dict[GroupId, dict[str, int]] = defaultdict(dict)
         """Present members by name, with their incarnation."""
+        self._made: dict[str, int] = {}
+        """Version in which each of them was first seen."""
+        self._plan_ends: dict[str, int] = {}
+        """Version of the deletion of each plan."""
         self.uids: dict[str, set[str]] = defaultdict(set)
         """Of members by name: every UID that a pod of that name had."""
         self.holders: list[tuple[float, str]] = []
@@ -77,6 +83,7 @@ class Witness:
         kinds = (
             (DSV4_DEPLOYMENTS, self._deployment),
             (PODS, self._pod),
+            (CONFIG_MAPS, self._plan),
             (LEASES, self._lease),
             (EVENTS, self._event),
         )
@@ -144,17 +151,37 @@ class Witness:
         present = self.pods[owner, deployment, index]
         if kind == "DELETED":
             present.pop(about["name"], None)
+            self._made.pop(about["name"], None)
             return
         self.uids[about["name"]].add(about["uid"])
-        others = {number for number in present.values() if number != incarnation}
-        if about["name"] not in present and others and await self._can_start(owner, deployment, index, incarnation):
-            self.wrong.append(f"{about['name']} was made while {sorted(present)} were there")
+        others = {name: number for name, number in present.items() if number != incarnation}
+        if about["name"] not in present:
+            self._made[about["name"]] = int(about.get("resourceVersion") or 0)
+            if others and await self._can_start(owner, deployment, index, incarnation):
+                late = [await self._is_late(owner, deployment, index, *other) for other in others.items()]
+                if not all(late):
+                    self.wrong.append(f"{about['name']} was made while {sorted(present)} were there")
         present[about["name"]] = incarnation
 
     async def _can_start(self, owner: str, deployment: str, index: int, incarnation: int) -> bool:
         """Return whether its plan exists: a request that arrives late can make a pod that no kubelet can start."""
         plan = names.mounted_name(deployment, owner, index, incarnation)
         return await self._kube.get(CONFIG_MAPS, self._namespace, plan) is not None
+
+    async def _is_late(self, owner: str, deployment: str, index: int, name: str, incarnation: int) -> bool:
+        """Return whether a present member was made after the end of its plan, so that no kubelet can start it."""
+        plan = names.mounted_name(deployment, owner, index, incarnation)
+        if await self._kube.get(CONFIG_MAPS, self._namespace, plan) is not None:
+            return False
+        for _ in range(_PLAN_LAG_SECONDS * 10):
+            if plan in self._plan_ends:
+                return self._plan_ends[plan] < self._made[name]
+            await asyncio.sleep(0.1)
+        return False
+
+    async def _plan(self, kind: str, plan: Manifest) -> None:
+        if kind == "DELETED":
+            self._plan_ends[plan["metadata"]["name"]] = int(plan["metadata"]["resourceVersion"])
 
     # Lease and events.
 
