@@ -175,6 +175,31 @@ async def test_names_and_plan_go_after_the_last_member(kube: FakeKube, fencer: F
     assert not any([await kube.get(CONFIG_MAPS, "team", name) for name in plans])
 
 
+async def test_a_pod_that_is_created_late_ends_before_the_next_incarnation(
+    kube: FakeKube, fencer: Fencer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a request whose connection broke, between the list of pods and the deletion of the plan."""
+    name = names.mounted_name("d", "uid-d", 0, 1)
+    about = {"namespace": "team", "name": name, "ownerReferences": owners("d", "uid-d")}
+    await kube.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": about})
+    kube.objects = {key: one for key, one in kube.objects.items() if key[0] != "Pod"}
+    real = kube.delete
+
+    async def delete(resource: Resource, *where: Any, **options: Any) -> Any:
+        if resource == CONFIG_MAPS:
+            kube._put(("Pod", "team", pod()["metadata"]["name"]), pod())
+        return await real(resource, *where, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kube, "delete", delete)
+        assert not await fencer.fence(KEY, 1, POLICY)
+    assert await kube.get(CONFIG_MAPS, "team", name) is None
+    assert len(deleted(kube)) == 1
+    assert not await fencer.fence(KEY, 1, POLICY)
+    end(kube)
+    assert await fencer.fence(KEY, 1, POLICY)
+
+
 async def test_only_incarnations_of_removed_groups_are_swept(kube: FakeKube, fencer: Fencer) -> None:
     """A group that is created again has a later incarnation, and may be forming."""
 

@@ -128,9 +128,13 @@ class Fencer:
             FenceError: a pod still exists 15 s after its grace period.
             KubeError: a request to the API server failed.
         """
+        seen = tuple(seen)
         pods = [pod for pod in await self.live(key, incarnation, seen) if not is_finalizing(pod)]
         if not pods:
             await self._remove(key, incarnation)
+            # The API server may have executed a creation whose connection broke. A later pod cannot start: no plan.
+            pods = [pod for pod in await self.live(key, incarnation, seen) if not is_finalizing(pod)]
+        if not pods:
             self._begun.pop((key, incarnation), None)
             self._remove_late(key, incarnation)
             return True

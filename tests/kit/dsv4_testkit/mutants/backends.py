@@ -545,6 +545,13 @@ BACKENDS = (
         ("tests/unit/backends/test_hosts.py",),
     ),
     Mutant(
+        "a pod that is created late runs beside the next incarnation",
+        f"{_OPERATOR}/backends/pods/fencing.py",
+        "later pod cannot start: no plan.\n            pods = [",
+        "later pod cannot start: no plan.\n            [",
+        ("tests/unit/pods/test_fencing.py",),
+    ),
+    Mutant(
         "a hub that sends slowly is read for ever",
         f"{_OPERATOR}/backends/local/facts.py",
         "                    if time.monotonic() > self.deadline:\n",
