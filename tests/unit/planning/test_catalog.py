@@ -224,7 +224,7 @@ def test_a_start_reads_the_files_as_a_plan_does(
     seed: int, nano: Path, mtp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After random changes of files; those that cannot be parsed are logged once, and the catalog applies."""
-    folder, damaged = tmp_path / "mine", tmp_path / "damaged"
+    folder, damaged, gone = tmp_path / "mine", tmp_path / "damaged", tmp_path / "gone"
     folder.mkdir()
     damaged.mkdir()
     shards = {file.name for each in (nano, mtp) for file in each.glob("*.safetensors")}
@@ -237,12 +237,12 @@ def test_a_start_reads_the_files_as_a_plan_does(
     started, chance, logged, bad, seen = CheckpointFiles(), random.Random(seed), 0, False, set()
     spec = load((FLASH % folder).replace("variant: Flash", "variant: Nano")).spec.model
     for step in range(60):
-        # Whole checkpoints, then parts of several ones.
+        # Whole checkpoints, then parts of several ones and links that lead nowhere.
         whole = step % 5 == 0
-        place = chance.choice([nano, mtp] if whole else [nano, mtp, damaged, damaged, None])
+        place = chance.choice([nano, mtp] if whole else [nano, mtp, damaged, damaged, gone, None])
         for name in files if whole else [chance.choice(files)]:
             (folder / name).unlink(missing_ok=True)
-            if place is not None and (place / name).exists():
+            if place is gone or (place is not None and (place / name).exists()):
                 (folder / name).symlink_to(place / name)
         try:
             wanted, problem = model_here(spec), False

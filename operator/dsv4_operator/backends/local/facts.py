@@ -207,10 +207,22 @@ def _stamp(folder: Path) -> object:
     """Return a value that changes with the files of a checkpoint."""
     try:
         with os.scandir(folder) as entries:
-            files = [(entry.name, entry.stat()) for entry in entries if entry.name.endswith((".json", ".safetensors"))]
+            return sorted(map(_stamp_file, filter(_is_read, entries)))
     except OSError as error:
         return error.errno
-    return sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files)
+
+
+def _is_read(entry: os.DirEntry[str]) -> bool:
+    return entry.name.endswith((".json", ".safetensors"))
+
+
+def _stamp_file(entry: os.DirEntry[str]) -> tuple[str | int | None, ...]:
+    try:
+        found = entry.stat()
+    except OSError as error:
+        # A link into a cache may lead nowhere.
+        return entry.name, error.errno
+    return entry.name, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def read_checkpoint(folder: Path, variant: str) -> Model | None:
