@@ -113,7 +113,7 @@ class Fencer:
         return [pod for pod in found.values() if names.belongs(pod, key.uid)]
 
     async def fence(self, key: GroupKey, incarnation: int, policy: NodeLossSpec, seen: Iterable[str] = ()) -> bool:
-        """End an incarnation, its members first, then its names and its plan; return whether all objects are gone.
+        """End an incarnation: members, then names and plan, then late members; return whether all objects are gone.
 
         A pod is gone when its kubelet has ended its processes and confirmed it, even if another controller keeps the
         object by a finalizer. A lost node confirms nothing, so its pods are removed by force after this process has
